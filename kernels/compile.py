@@ -1,0 +1,116 @@
+"""Compile kernels with no GPU: `python kernels/compile.py` takes every version of every op to PTX.
+
+With LLM_NUMBA_TARGET=compile a launch does not run its kernel: it compiles it for the types of its arguments, for each
+compute capability that was asked for. So type errors that plain Python forgives show on any machine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+
+CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0)]
+
+
+@dataclass
+class Compiled:
+    """What became of one version of an op at one compute capability."""
+
+    op: str
+    version: int
+    cc: tuple[int, int]
+    kernel: str = ""
+    ptx: str = ""
+    error: str = ""
+
+
+_current: list[dict] = []  # compute capability -> (kernel name, PTX)s of the launcher that is being run
+
+
+def replace_launches() -> None:
+    """From now on `kernel[grid, block, ...](*args)` compiles."""
+    from numba.cuda.dispatcher import CUDADispatcher
+
+    CUDADispatcher.__getitem__ = lambda dispatcher, config: lambda *args: _compile(dispatcher, args)
+
+
+def _compile(dispatcher, args) -> None:
+    """One pass of numba's front end, then NVVM once for each architecture."""
+    from numba.cuda.compiler import _compile_pyfunc_with_fixup
+
+    signature = tuple(dispatcher.typeof_pyval(arg) for arg in args)
+    options = dispatcher.targetoptions
+    library, _ = _compile_pyfunc_with_fixup(
+        dispatcher.py_func,
+        signature,
+        device=False,
+        abi="numba",
+        cc=(9, 0),
+        fastmath=options.get("fastmath", False),
+        launch_bounds=options.get("launch_bounds"),
+    )
+    for cc, found in _current[-1].items():
+        # numba compiles for the architecture-specific target (sm_90a) where the card has one; so do we
+        ptx = library.get_asm_str(cc=(*cc, "a" if cc >= (9, 0) else ""))
+        found.append((dispatcher.py_func.__name__, ptx))
+
+
+def compile_version(version, capabilities=CAPABILITIES, shape: dict | None = None) -> dict[tuple, list[tuple[str, str]]]:
+    """For each compute capability the (kernel, PTX) of everything that the version's launcher launches at this shape (the
+    op's small one unless given). Called in a process whose target is `compile`."""
+    import numpy as np
+
+    arguments = version.op.make_arguments(np.random.default_rng(0), **(shape or version.op.small))
+    _current.append({cc: [] for cc in capabilities if cc >= version.needs_cc})
+    try:
+        version(*arguments.values())
+        return _current[-1]
+    finally:
+        _current.pop()
+
+
+def compile_all(only: str = "") -> list[Compiled]:
+    """Every version of the ops whose name contains `only`, at every compute capability that it can run on."""
+    from kernels.op import load_all
+
+    report = []
+    for op in load_all().values():
+        for version in op.versions.values():
+            if only not in op.name or version.needs():
+                continue
+            try:
+                for cc, kernels in compile_version(version).items():
+                    report += [Compiled(op.name, version.number, cc, name, ptx) for name, ptx in kernels]
+            except Exception as error:  # numba raises many kinds, and each is a finding of the report
+                report.append(Compiled(op.name, version.number, version.needs_cc, error=f"{type(error).__name__}: {error}"))
+    return report
+
+
+def in_a_process(only: str = "") -> list[Compiled]:
+    """compile_all in a process of its own, since the target is chosen at import."""
+    environment = {**os.environ, "LLM_NUMBA_TARGET": "compile"}
+    run = subprocess.run(
+        [sys.executable, "-m", "kernels.compile", "--json", only], env=environment, capture_output=True, text=True, check=False
+    )
+    if run.returncode:
+        raise RuntimeError(run.stderr.strip().splitlines()[-1])
+    return [Compiled(**{**row, "cc": tuple(row["cc"])}) for row in json.loads(run.stdout)]
+
+
+def main() -> None:
+    if os.environ.get("LLM_NUMBA_TARGET") != "compile":
+        os.execve(sys.executable, [sys.executable, "-m", "kernels.compile", *sys.argv[1:]], {**os.environ, "LLM_NUMBA_TARGET": "compile"})
+    as_json = "--json" in sys.argv
+    only = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    report = compile_all(only)
+    if as_json:
+        print(json.dumps([asdict(row) for row in report]))
+        return
+    for row in report:
+        print(f"{row.op} {row.version} sm_{row.cc[0]}{row.cc[1]} {row.kernel}: {row.error or f'{len(row.ptx)} bytes of PTX'}")
+    sys.exit(any(row.error for row in report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The one module that names numba.cuda: kernels take `cuda`, its types and our intrinsics from here.
+
+On a GPU `cuda` is numba.cuda. Without one it is kernels.simulator, which runs the same kernels in plain Python, threads,
+warps and all. Its successor (numba-cuda-mlir) would be one changed import.
+"""
+
+import numpy as np
+
+from kernels.target import SIMULATE, TARGET
+
+if SIMULATE:
+    from numpy import float32, float64, int32, int64, uint32, uint64
+
+    from kernels.simulator import cuda
+else:
+    from numba import cuda, float32, float64, int32, int64, uint32, uint64
+
+    if TARGET == "compile":
+        from kernels import compile as _compile
+
+        _compile.replace_launches()
+
+from kernels.intrinsics import *  # noqa: E402, F403  (after cuda is known)
+
+__all__ = [
+    "FULL_MASK", "SIMULATE", "TARGET", "WARP", "ShapeError", "big_shared", "ceil_div", "compute_capability", "cuda", "float32",
+    "float64", "int32", "int64", "multiprocessors", "need", "scratch", "to_device", "to_host", "uint32", "uint64",
+]  # fmt: skip
+
+WARP = 32
+FULL_MASK = 0xFFFFFFFF
+
+
+class ShapeError(ValueError):
+    """A version says at launch which shape it needs."""
+
+
+def need(condition: bool, sentence: str) -> None:
+    """Refuse a shape: `need(C % 4 == 0, f"needs C a multiple of 4, got {C}")`."""
+    if not condition:
+        raise ShapeError(sentence)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def to_device(array: np.ndarray):
+    """A copy of a host array that kernels can be given."""
+    return cuda.to_device(np.ascontiguousarray(array)) if TARGET == "gpu" else np.array(array, order="C")
+
+
+def to_host(array) -> np.ndarray:
+    return array.copy_to_host() if hasattr(array, "copy_to_host") else np.asarray(array)
+
+
+_scratch: dict = {}
+
+
+def scratch(name: str, shape, dtype=np.float32):
+    """A device array that outlives the call, so that a captured graph finds it where it was. One for each name and shape;
+    what is in it is whatever the last user of that name left."""
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    key = (name, shape, np.dtype(dtype))
+    if key not in _scratch:
+        _scratch[key] = cuda.device_array(shape, dtype) if TARGET == "gpu" else np.empty(shape, dtype)
+    return _scratch[key]
+
+
+def free_scratch() -> None:
+    """Give all scratch memory back. Graphs that were captured with it must not be launched again."""
+    _scratch.clear()
+
+
+def big_shared(kernel, grid, block, stream, nbytes: int):
+    """`kernel[grid, block, stream, nbytes]`, where nbytes of dynamic shared memory may pass the 48 KB that a block gets
+    unasked (CUDA C++ Programming Guide, Shared Memory 9.0)."""
+    config = kernel[grid, block, stream, nbytes]
+    if TARGET == "gpu" and nbytes > 48 * 1024 and not config.pre_launch_callbacks:
+        config.pre_launch_callbacks.append(_raise_shared_limit)
+    return config
+
+
+def _raise_shared_limit(kernel, config) -> None:
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    function = kernel._codelibrary.get_cufunc()
+    (error,) = driver.cuKernelSetAttribute(attribute, config.sharedmem, function.handle, cuda.get_current_device().id)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{config.sharedmem} bytes of shared memory a block: {error.name}")
+
+
+def compute_capability() -> tuple[int, int]:
+    """(9, 0) on an H100. The simulator plays a card that knows every instruction."""
+    return tuple(cuda.get_current_device().compute_capability) if TARGET == "gpu" else (9, 0)
+
+
+def multiprocessors() -> int:
+    """How many multiprocessors there are to fill; few in the simulator, where each block costs time."""
+    return cuda.get_current_device().MULTIPROCESSOR_COUNT if TARGET == "gpu" else 4

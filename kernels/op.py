@@ -1,0 +1,164 @@
+"""The registry: one declaration of an op feeds run.py, the tests, the benchmark, the picker, the docs and model.py.
+
+    gelu_forward = Op(
+        reference=cpu_reference.gelu_forward,               # what is right; its arguments are the op's, outputs first
+        inputs=lambda rng, N: {"inp": rng.standard_normal(N, dtype=np.float32)},
+        outputs=lambda N: {"out": N},                       # overwritten: poisoned with NaN before each check
+        bytes_moved=lambda N: 8 * N,                        # at the very least: inp read once, out written once
+        shape={"N": 25_165_824}, small={"N": 200}, odd=[{"N": 1}, {"N": 33}],
+    )
+
+    @gelu_forward.version(1, "a thread an element")
+    def gelu_forward1(out, inp, *, block_size=256, stream=0): ...
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kernels.device import ShapeError, compute_capability
+
+OPS: dict[str, "Op"] = {}
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Version:
+    """One rung of a ladder: a launcher and what is worth saying about it."""
+
+    op: "Op"
+    number: int
+    description: str
+    launcher: Callable
+    precision: str = "fp32"  # "fp32", "tf32", or "either": the launcher takes tf32=True or False
+    repeatable: bool = True  # bit for bit, run after run; False where the order of atomics decides
+    needs_cc: tuple[int, int] = (7, 5)  # the compute capability that its instructions need
+    needs: Callable[[], str | None] = lambda: None  # a library that has to be there: a sentence where it is missing
+
+    @property
+    def tolerance(self) -> float:
+        return self.op.tolerance if self.precision == "fp32" else max(self.op.tolerance, 2e-3)
+
+    @property
+    def file(self) -> Path:
+        return Path(inspect.getsourcefile(self.launcher)).resolve()
+
+    def options(self) -> set[str]:
+        """The keyword-only arguments of the launcher: stream, and block_size where it can be chosen."""
+        return {p.name for p in inspect.signature(self.launcher).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+    def why_not(self) -> str | None:
+        """Why this version cannot run here, in a sentence; None where it can."""
+        if compute_capability() < self.needs_cc:
+            return "needs compute capability {}.{}".format(*self.needs_cc)
+        return self.needs()
+
+    def __call__(self, *args, **options):
+        return self.launcher(*args, **options)
+
+
+@dataclass(eq=False)
+class Op:
+    """One pass of one layer."""
+
+    reference: Callable
+    inputs: Callable[..., dict]  # (rng, **shape) -> every argument that is not a pure output, by name
+    outputs: Callable[..., dict]  # (**shape) -> the shapes of the overwritten outputs, by name
+    bytes_moved: Callable[..., int]  # (**shape) -> the bytes that must cross the memory bus
+    shape: dict  # what run.py times unless told otherwise, and the docs' tables
+    small: dict  # what the simulator can do in a second
+    flops: Callable[..., int] | None = None  # (**shape) -> where arithmetic, not bytes, sets the limit
+    odd: list[dict] = field(default_factory=list)  # shapes at which every version is right, or refuses in a sentence
+    trainer_shapes: list[dict] = field(default_factory=list)  # what the picker times; [shape] where left empty
+    changed: tuple[str, ...] = ()  # inputs that the op changes in place: compared as well
+    compared: dict[str, Callable] = field(default_factory=dict)  # name -> function that keeps what is to be compared
+    tolerance: float = 1e-5  # relative, in the 2-norm, against float64
+    versions: dict[int, Version] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.name = self.reference.__name__
+        self.arguments = list(inspect.signature(self.reference).parameters)
+        module = inspect.currentframe().f_back.f_back.f_globals["__name__"]  # kernels.gelu.forward
+        self.layer, self.pass_ = module.split(".")[-2:] if module.count(".") >= 2 else ("", "")
+        OPS[self.name] = self
+
+    def version(self, number: int, description: str, **facts) -> Callable:
+        """Registers a launcher: its arguments are the op's, then keyword-only ones (stream, block_size, ...)."""
+
+        def register(launcher: Callable) -> Callable:
+            if number in self.versions:
+                raise ValueError(f"{self.name} has a version {number} already: {self.versions[number].launcher.__name__}")
+            self.versions[number] = Version(self, number, description, launcher, **facts)
+            self.versions = dict(sorted(self.versions.items()))
+            return launcher
+
+        return register
+
+    def make_arguments(self, rng, **shape) -> dict:
+        """Fresh random inputs and poisoned outputs, as numpy arrays in the order of the signature."""
+        values = self.inputs(rng, **shape)
+        for name, size in self.outputs(**shape).items():
+            values[name] = np.full(size, np.nan, np.float32)
+        return {name: values[name] for name in self.arguments}
+
+    def results(self, arguments: dict, shape: dict) -> dict:
+        """Of a call's arguments, what the op has written, cut down to what is to be compared."""
+        written = [*self.outputs(**shape), *self.changed]
+        keep_all = lambda array: array  # noqa: E731
+        return {name: self.compared.get(name, keep_all)(arguments[name]) for name in written}
+
+
+def load_all() -> dict[str, Op]:
+    """Imports every kernels/<layer>/<pass>.py; what they declare is in OPS."""
+    for file in sorted(FOLDER.glob("*/*.py")):
+        if file.stem not in ("__init__", "run"):
+            importlib.import_module(f"kernels.{file.parent.name}.{file.stem}")
+    return OPS
+
+
+def of_layer(layer: str, pass_: str | None = None) -> list[Op]:
+    """The ops that a layer's folder declares, forward before backward."""
+    for file in sorted((FOLDER / layer).glob("*.py"), reverse=True):
+        if file.stem not in ("__init__", "run"):
+            importlib.import_module(f"kernels.{layer}.{file.stem}")
+    return [op for op in OPS.values() if op.layer == layer and pass_ in (None, op.pass_)]
+
+
+class Picked:
+    """The picked version of every op as a namespace: `ops.gelu_forward(out, inp)`, like the module cpu_reference.
+
+    picks: op name -> version number. Where a version refuses a shape or cannot run here, the next one down the ladder
+    takes its place.
+    """
+
+    def __init__(self, picks: dict[str, int], *, stream=0, tf32: bool = True):
+        self.picks, self.stream, self.tf32 = picks, stream, tf32
+        load_all()
+
+    def ladder(self, name: str) -> list[Version]:
+        """The versions of an op in the order in which they are tried."""
+        op = OPS[name]
+        allowed = [v for v in op.versions.values() if (self.tf32 or v.precision != "tf32") and not v.why_not()]
+        first = self.picks.get(name)
+        return sorted(allowed, key=lambda v: (v.number != first, v.number == 0, -v.number))
+
+    def __getattr__(self, name: str) -> Callable:
+        if name not in OPS:
+            raise AttributeError(f"no op is called {name}; there are {', '.join(sorted(OPS))}")
+        ladder = [(v, {"tf32": self.tf32} if v.precision == "either" else {}) for v in self.ladder(name)]
+
+        def launch(*args):
+            for version, options in ladder:
+                try:
+                    return version(*args, stream=self.stream, **options)
+                except ShapeError as refusal:
+                    reason = refusal
+            raise ShapeError(f"{name}: no version takes this shape; the last one {reason}")
+
+        launch.__name__ = name
+        setattr(self, name, launch)
+        return launch

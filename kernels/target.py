@@ -1,0 +1,41 @@
+"""Where kernels run: on the GPU, in the simulator, or nowhere (they are only compiled).
+
+`LLM_NUMBA_TARGET` chooses: `gpu`, `simulator` or `compile`. Left unset, the GPU where there is one, else the simulator.
+This module comes first: it sets numba's cache folder before anything imports numba.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def _cache_folder() -> Path:
+    """Numba's cache looks at a kernel's own file only. What all kernels share is hashed into the folder's name, so that
+    an edit of it compiles everything anew."""
+    shared = hashlib.sha256()
+    for name in ("device.py", "intrinsics.py", "reduce.py"):
+        if (HERE / name).exists():
+            shared.update((HERE / name).read_bytes())
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "llm.numba" / shared.hexdigest()[:12]
+
+
+os.environ.setdefault("NUMBA_CACHE_DIR", str(_cache_folder()))
+os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")  # a small grid is often what a lesson is about
+
+
+def _choose() -> str:
+    asked = os.environ.get("LLM_NUMBA_TARGET", "")
+    if asked in ("gpu", "simulator", "compile"):
+        return asked
+    if asked:
+        raise SystemExit(f"LLM_NUMBA_TARGET={asked}: use gpu, simulator or compile")
+    from numba import cuda
+
+    return "gpu" if cuda.is_available() else "simulator"
+
+
+TARGET = _choose()
+SIMULATE = TARGET == "simulator"
