@@ -11,24 +11,22 @@ from kernels.device import FULL_MASK, WARP, cuda, float32
 
 @cuda.jit(device=True, cache=True)
 def warp_sum(x):
-    """The sum over the warp's lanes: after the step of `offset`, a lane holds the sum of the lanes that differ from it in
-    the bits done so far."""
-    x += cuda.shfl_xor_sync(FULL_MASK, x, 16)
-    x += cuda.shfl_xor_sync(FULL_MASK, x, 8)
-    x += cuda.shfl_xor_sync(FULL_MASK, x, 4)
-    x += cuda.shfl_xor_sync(FULL_MASK, x, 2)
-    x += cuda.shfl_xor_sync(FULL_MASK, x, 1)
+    """The sum over the warp's lanes: after a step, a lane holds the sum of the lanes that differ from it in the bits of the
+    offsets so far."""
+    offset = WARP // 2
+    while offset > 0:  # unrolled by the compiler
+        x += cuda.shfl_xor_sync(FULL_MASK, x, offset)
+        offset //= 2
     return x
 
 
 @cuda.jit(device=True, cache=True)
 def warp_max(x):
     """The maximum over the warp's lanes."""
-    x = max(x, cuda.shfl_xor_sync(FULL_MASK, x, 16))
-    x = max(x, cuda.shfl_xor_sync(FULL_MASK, x, 8))
-    x = max(x, cuda.shfl_xor_sync(FULL_MASK, x, 4))
-    x = max(x, cuda.shfl_xor_sync(FULL_MASK, x, 2))
-    x = max(x, cuda.shfl_xor_sync(FULL_MASK, x, 1))
+    offset = WARP // 2
+    while offset > 0:  # unrolled by the compiler
+        x = max(x, cuda.shfl_xor_sync(FULL_MASK, x, offset))
+        offset //= 2
     return x
 
 
@@ -47,38 +45,38 @@ def warp_sum2(x, y):
 def block_sum(x):
     """The sum of a float32 over the block's threads: warps first, then every warp adds the warps' sums."""
     partials = cuda.shared.array(WARP, float32)
-    lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
+    lane, warp = cuda.laneid, cuda.threadIdx.x >> 5
     x = warp_sum(x)
     cuda.syncthreads()  # who still reads the partials of the call before
     if lane == 0:
         partials[warp] = x
     cuda.syncthreads()
-    return warp_sum(partials[lane] if lane < cuda.blockDim.x // WARP else float32(0))
+    return warp_sum(partials[lane] if lane < cuda.blockDim.x >> 5 else float32(0))
 
 
 @cuda.jit(device=True, cache=True)
 def block_max(x):
     """The maximum of a float32 over the block's threads."""
     partials = cuda.shared.array(WARP, float32)
-    lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
+    lane, warp = cuda.laneid, cuda.threadIdx.x >> 5
     x = warp_max(x)
     cuda.syncthreads()
     if lane == 0:
         partials[warp] = x
     cuda.syncthreads()
-    return warp_max(partials[lane] if lane < cuda.blockDim.x // WARP else float32(-math.inf))
+    return warp_max(partials[lane] if lane < cuda.blockDim.x >> 5 else float32(-math.inf))
 
 
 @cuda.jit(device=True, cache=True)
 def block_sum2(x, y):
     """Two sums of float32 over the block's threads behind one pair of barriers."""
     partials = cuda.shared.array((2, WARP), float32)
-    lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
+    lane, warp = cuda.laneid, cuda.threadIdx.x >> 5
     x, y = warp_sum2(x, y)
     cuda.syncthreads()
     if lane == 0:
         partials[0, warp] = x
         partials[1, warp] = y
     cuda.syncthreads()
-    inside = lane < cuda.blockDim.x // WARP
+    inside = lane < cuda.blockDim.x >> 5
     return warp_sum2(partials[0, lane] if inside else float32(0), partials[1, lane] if inside else float32(0))
