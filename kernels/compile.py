@@ -30,8 +30,13 @@ _current: list[dict] = []  # compute capability -> (kernel name, PTX)s of the la
 
 def replace_launches() -> None:
     """From now on `kernel[grid, block, ...](*args)` compiles."""
+    from types import SimpleNamespace
+
+    from numba.cuda import dispatcher
     from numba.cuda.dispatcher import CUDADispatcher
 
+    # device functions ask the current card for its compute capability
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=(9, 0))
     CUDADispatcher.__getitem__ = lambda dispatcher, config: lambda *args: _compile(dispatcher, args)
 
 
