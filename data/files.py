@@ -1,0 +1,149 @@
+"""llm.c's binary files: a header of 256 int32, then the data, all little-endian.
+
+Here is what they share (errors, headers, writing that leaves no half file) and the simplest of them, the token file:
+header 20240520, 1, count; then count uint16 tokens. The checkpoint is in checkpoint.py.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+HEADER_BYTES = 256 * 4
+MAX_TOKEN_COUNT = 2**31 - 1  # the header holds the count as an int32
+DATA_FOLDER = Path(__file__).resolve().parent
+
+
+class DataError(Exception):
+    """Bad input. Its message is one line that names the file and says what to do; scripts print it and exit with 1."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file: what an error calls it, its first two numbers, and what to do about a bad one."""
+
+    name: str
+    magic: int
+    version: int
+    remedy: str
+
+    def read_header(self, path: str | Path) -> np.ndarray:
+        """Returns the header, int32 (256,), whose magic and version are right. Raises DataError."""
+        try:
+            with open(path, "rb") as file:
+                raw = file.read(HEADER_BYTES)
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing: {self.remedy}") from None
+        except OSError as error:
+            raise DataError(f"cannot read {path} ({error.strerror or error}): {self.remedy}") from None
+        if not raw:
+            raise DataError(f"{path} is empty: {self.remedy}")
+        if len(raw) < 4 or int.from_bytes(raw[:4], "little") != self.magic:
+            raise DataError(f"{path} is not a {self.name} (it does not begin with {self.magic}): {self.remedy}")
+        if len(raw) < HEADER_BYTES:
+            raise DataError(f"{path} is truncated, {len(raw)} bytes of its header's {HEADER_BYTES}: {self.remedy}")
+        header = np.frombuffer(raw, "<i4")
+        if header[1] != self.version:
+            raise DataError(
+                f"{path} is a {self.name} of version {header[1]}, version {self.version} is read: {self.remedy}"
+            )
+        return header
+
+    def check_size(self, path: str | Path, data_bytes: int) -> None:
+        """Raises DataError where the file is not its header and data_bytes long."""
+        size, expected = os.path.getsize(path), HEADER_BYTES + data_bytes
+        if size != expected:
+            fault = "truncated" if size < expected else "too long"
+            raise DataError(f"{path} is {fault}, {size:,} bytes where its header says {expected:,}: {self.remedy}")
+
+    def pack_header(self, *values: int) -> bytes:
+        """Returns the header's bytes: magic, version, values, zeros."""
+        header = np.zeros(256, "<i4")
+        header[: 2 + len(values)] = (self.magic, self.version, *values)
+        return header.tobytes()
+
+
+TOKENS = Format("token file", 20240520, 1, "`python data/tinyshakespeare.py` makes data/tiny_shakespeare_*.bin")
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """Opens a temporary file beside path and gives it path's name once all is written, so that a process that is
+    killed leaves the old file or none, never half a one. Raises DataError where path cannot be written."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(
+            f"cannot write {path} ({error.strerror or error}): check its folder and the free space"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def read_tokens(path: str | Path) -> np.ndarray:
+    """Returns the file's tokens, uint16 (count,), mapped into memory and read-only. Raises DataError."""
+    count = int(TOKENS.read_header(path)[2])
+    if count <= 0:
+        raise DataError(f"{path} has no tokens, its header says {count}: {TOKENS.remedy}")
+    TOKENS.check_size(path, 2 * count)
+    return np.asarray(np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(count,)))
+
+
+def write_tokens(path: str | Path, tokens: np.ndarray) -> None:
+    """tokens: integers (count,), each from 0 to 65535."""
+    tokens = np.asarray(tokens)
+    if not 0 < tokens.size <= MAX_TOKEN_COUNT or tokens.min() < 0 or tokens.max() > 0xFFFF:
+        raise ValueError(f"a token file holds 1 to {MAX_TOKEN_COUNT:,} tokens, each from 0 to 65535")
+    with replacing(path) as file:
+        file.write(TOKENS.pack_header(tokens.size))
+        file.write(np.ascontiguousarray(tokens, "<u2").data)
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, path: str | Path) -> None:
+    """Raises DataError, naming path and the first token that is outside the vocabulary, where there is one."""
+    step = 1 << 24  # a chunk at a time, so that a file larger than memory can be checked
+    for start in range(0, tokens.size, step):
+        chunk = tokens[start : start + step]
+        if chunk.max() >= vocab_size:
+            at = int(np.argmax(chunk >= vocab_size))
+            raise DataError(
+                f"{path}: token {chunk[at]} at position {start + at:,} is outside the model's vocabulary of "
+                f"{vocab_size:,}: tokenize the text with the model's own vocabulary, or start from another model (-e)"
+            )
+
+
+def shown(path: str | Path) -> str:
+    """Returns path as a person would type it: relative where it is below the working directory."""
+    path, here = Path(path).resolve(), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+class Arguments(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and exit with 1, as all bad input here."""
+
+    def error(self, message: str) -> None:
+        sys.exit(f"{self.prog}: {message} (--help shows the flags)")
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Runs main; bad input ends it with one line and exit status 1, Ctrl-C with one line and 130."""
+    try:
+        main()
+    except DataError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("\nstopped: no half-written file is left, run it again to go on", file=sys.stderr)
+        sys.exit(130)
