@@ -48,6 +48,11 @@ class Problem:
         op.reference(*exact.values())
         return cls(op, shape, arguments, op.results(exact, shape))
 
+    @classmethod
+    def untrue(cls, op: Op, shape: dict, seed: int = 0) -> "Problem":
+        """Inputs only, for timing what was checked at another shape."""
+        return cls(op, shape, op.make_arguments(Random(seed), **shape), {})
+
     def on_device(self) -> dict:
         """Fresh device copies of every argument, the outputs poisoned."""
         return {name: to_device(a) if isinstance(a, np.ndarray) else a for name, a in self.arguments.items()}

@@ -61,7 +61,9 @@ def _compile(dispatcher, args) -> None:
         found.append((dispatcher.py_func.__name__, ptx))
 
 
-def compile_version(version, capabilities=CAPABILITIES, shape: dict | None = None) -> dict[tuple, list[tuple[str, str]]]:
+def compile_version(
+    version, capabilities=CAPABILITIES, shape: dict | None = None
+) -> dict[tuple, list[tuple[str, str]]]:
     """For each compute capability the (kernel, PTX) of everything that the version's launcher launches at this shape (the
     op's small one unless given). Called in a process whose target is `compile`."""
     import numpy as np
@@ -88,7 +90,9 @@ def compile_all(only: str = "") -> list[Compiled]:
                 for cc, kernels in compile_version(version).items():
                     report += [Compiled(op.name, version.number, cc, name, ptx) for name, ptx in kernels]
             except Exception as error:  # numba raises many kinds, and each is a finding of the report
-                report.append(Compiled(op.name, version.number, version.needs_cc, error=f"{type(error).__name__}: {error}"))
+                report.append(
+                    Compiled(op.name, version.number, version.needs_cc, error=f"{type(error).__name__}: {error}")
+                )
     return report
 
 
@@ -96,7 +100,11 @@ def in_a_process(only: str = "") -> list[Compiled]:
     """compile_all in a process of its own, since the target is chosen at import."""
     environment = {**os.environ, "LLM_NUMBA_TARGET": "compile"}
     run = subprocess.run(
-        [sys.executable, "-m", "kernels.compile", "--json", only], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "kernels.compile", "--json", only],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if run.returncode:
         raise RuntimeError(run.stderr.strip().splitlines()[-1])
@@ -105,7 +113,11 @@ def in_a_process(only: str = "") -> list[Compiled]:
 
 def main() -> None:
     if os.environ.get("LLM_NUMBA_TARGET") != "compile":
-        os.execve(sys.executable, [sys.executable, "-m", "kernels.compile", *sys.argv[1:]], {**os.environ, "LLM_NUMBA_TARGET": "compile"})
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "kernels.compile", *sys.argv[1:]],
+            {**os.environ, "LLM_NUMBA_TARGET": "compile"},
+        )
     as_json = "--json" in sys.argv
     only = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     report = compile_all(only)
@@ -113,7 +125,9 @@ def main() -> None:
         print(json.dumps([asdict(row) for row in report]))
         return
     for row in report:
-        print(f"{row.op} {row.version} sm_{row.cc[0]}{row.cc[1]} {row.kernel}: {row.error or f'{len(row.ptx)} bytes of PTX'}")
+        print(
+            f"{row.op} {row.version} sm_{row.cc[0]}{row.cc[1]} {row.kernel}: {row.error or f'{len(row.ptx)} bytes of PTX'}"
+        )
     sys.exit(any(row.error for row in report))
 
 

@@ -1,15 +1,15 @@
 """The registry: one declaration of an op feeds run.py, the tests, the benchmark, the picker, the docs and model.py.
 
-    gelu_forward = Op(
-        reference=cpu_reference.gelu_forward,               # what is right; its arguments are the op's, outputs first
-        inputs=lambda rng, N: {"inp": rng.standard_normal(N, dtype=np.float32)},
-        outputs=lambda N: {"out": N},                       # overwritten: poisoned with NaN before each check
-        bytes_moved=lambda N: 8 * N,                        # at the very least: inp read once, out written once
-        shape={"N": 25_165_824}, small={"N": 200}, odd=[{"N": 1}, {"N": 33}],
-    )
+gelu_forward = Op(
+    reference=cpu_reference.gelu_forward,               # what is right; its arguments are the op's, outputs first
+    inputs=lambda rng, N: {"inp": rng.standard_normal(N, dtype=np.float32)},
+    outputs=lambda N: {"out": N},                       # overwritten: poisoned with NaN before each check
+    bytes_moved=lambda N: 8 * N,                        # at the very least: inp read once, out written once
+    shape={"N": 25_165_824}, small={"N": 200}, odd=[{"N": 1}, {"N": 33}],
+)
 
-    @gelu_forward.version(1, "a thread an element")
-    def gelu_forward1(out, inp, *, block_size=256, stream=0): ...
+@gelu_forward.version(1, "a thread an element")
+def gelu_forward1(out, inp, *, block_size=256, stream=0): ...
 """
 
 import importlib
@@ -91,7 +91,9 @@ class Op:
 
         def register(launcher: Callable) -> Callable:
             if number in self.versions:
-                raise ValueError(f"{self.name} has a version {number} already: {self.versions[number].launcher.__name__}")
+                raise ValueError(
+                    f"{self.name} has a version {number} already: {self.versions[number].launcher.__name__}"
+                )
             self.versions[number] = Version(self, number, description, launcher, **facts)
             self.versions = dict(sorted(self.versions.items()))
             return launcher

@@ -22,7 +22,8 @@ def _cache_folder() -> Path:
     return home / "llm.numba" / shared.hexdigest()[:12]
 
 
-os.environ.setdefault("NUMBA_CACHE_DIR", str(_cache_folder()))
+CACHE_FOLDER = _cache_folder()
+os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE_FOLDER))
 os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")  # a small grid is often what a lesson is about
 
 

@@ -1,0 +1,95 @@
+"""The GPU under model.py: memory, copies, the picked kernels, and CUDA graphs.
+
+A launch from Python costs some 77 us of host time, and a training step is 300 launches. So the first time a pass runs it
+runs as written; the second time it is captured into a graph; from then on it is one launch of a few microseconds.
+Whatever changes from step to step (tokens, the step's number, the learning rate) is therefore read from device memory,
+and its copy from page-locked host memory is a node of the graph too.
+"""
+
+from collections.abc import Callable
+from math import prod
+
+import numpy as np
+
+from kernels.device import TARGET, cuda, free_scratch
+from kernels.op import Picked
+from kernels.pick import picks_for_this_card
+from kernels.unfused import Unfused
+from model import Staged
+
+
+class OutOfMemory(Exception):
+    """One line: how much was asked, how much is free, what to lower."""
+
+
+class CudaBackend:
+    """kernels: op name -> version number, before what was picked for this card. tf32=False keeps every product in fp32.
+    graph=False launches every kernel from Python, every time. fused=False uses the simple ops in place of fused ones."""
+
+    def __init__(
+        self, kernels: dict[str, int] | None = None, tf32: bool = True, graph: bool = True, fused: bool = True
+    ):
+        from cuda.core import Device
+
+        if TARGET != "gpu":
+            raise OutOfMemory("no CUDA GPU was found: use --device cpu")
+        device = Device(cuda.get_current_device().id)
+        device.set_current()
+        self.core_stream = device.create_stream()
+        self.stream = cuda.external_stream(int(self.core_stream.handle))
+        self.graph = graph
+        self.graphs: dict[tuple, object] = {}
+        self.warm: set[tuple] = set()
+        picked = Picked({**picks_for_this_card(), **(kernels or {})}, stream=self.stream, tf32=tf32)
+        self.ops = picked if fused else Unfused(picked)
+
+    def empty(self, shape, dtype, what: str):
+        asked = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
+        free = cuda.current_context().get_memory_info().free
+        if asked > free:
+            raise OutOfMemory(
+                f"out of GPU memory: {what} need {asked >> 20:,} MiB, {free >> 20:,} MiB are free: lower -b or -t"
+            )
+        return cuda.device_array(shape, dtype)
+
+    def staged(self, shape, dtype) -> Staged:
+        host = cuda.pinned_array(shape, dtype)
+        host[...] = 0
+        return Staged(host, cuda.to_device(host))
+
+    def push(self, staged: Staged) -> None:
+        staged.device.copy_to_device(staged.host, stream=self.stream)
+
+    def pull(self, staged: Staged) -> None:
+        staged.device.copy_to_host(staged.host, stream=self.stream)
+
+    def upload(self, array, host: np.ndarray) -> None:
+        array.copy_to_device(np.ascontiguousarray(host))
+        cuda.synchronize()
+
+    def download(self, array) -> np.ndarray:
+        self.stream.synchronize()
+        return array.copy_to_host()
+
+    def zero(self, array) -> None:
+        cuda.driver.device_memset(array.gpu_data, 0, array.nbytes, stream=self.stream)
+
+    def run(self, key: tuple, work: Callable[[], None]) -> None:
+        """Queue the work and wait for it. What `key` names is the same work on the same memory every time."""
+        if not self.graph or key not in self.warm:
+            work()
+            self.warm.add(key)
+        else:
+            if key not in self.graphs:
+                builder = self.core_stream.create_graph_builder()
+                builder.begin_building(mode="relaxed")
+                work()
+                self.graphs[key] = builder.end_building().complete()
+            self.graphs[key].launch(self.core_stream)
+        self.stream.synchronize()
+
+    def forget(self) -> None:
+        """Before memory that graphs point to is given back."""
+        self.graphs.clear()
+        self.warm.clear()
+        free_scratch()

@@ -1,0 +1,213 @@
+"""Measure a ladder: every version of an op checked, timed, and set against what the card can do. run.py prints it, the
+picker chooses from it, the benchmark keeps it as JSON."""
+
+import json
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version as package_version
+from pathlib import Path
+
+from kernels.check import Problem, ShapeError, check, is_right
+from kernels.device import SIMULATE, TARGET, cuda, multiprocessors
+from kernels.op import Op, Version
+from kernels.target import CACHE_FOLDER
+from kernels.timing import measure_bandwidth, measure_fp32, time_launches
+
+
+@dataclass
+class Kernel:
+    """One kernel that a launcher launched, and what it takes of a multiprocessor."""
+
+    name: str
+    grid: tuple
+    block: tuple
+    registers: int
+    shared: int  # bytes a block
+    local: int  # bytes a thread: registers that did not fit
+    occupancy: float  # resident threads over the most there could be
+
+
+@dataclass
+class Row:
+    """What became of one version at one shape."""
+
+    op: str
+    version: int
+    description: str
+    shape: dict
+    precision: str = "fp32"
+    repeatable: bool = True
+    block_size: int | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    right: bool | None = None
+    refused: str = ""  # why it did not run, in its own sentence
+    us: float | None = None
+    us_low: float | None = None
+    us_high: float | None = None
+    gbps: float | None = None
+    tflops: float | None = None
+    of_roofline: float | None = None  # the least time that bytes and FLOPs allow, over the time it took
+    kernels: list[Kernel] = field(default_factory=list)
+
+
+def measure(
+    op: Op,
+    shape: dict,
+    versions: Iterable[Version] | None = None,
+    *,
+    block_size: int | None = None,
+    timed: bool = True,
+    checked: bool = True,
+    tf32: bool = True,
+    seed: int = 0,
+    repeats: int = 30,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """Every version at this shape: on a GPU checked and timed, in the simulator checked. `progress` hears what is next."""
+    rows = []
+    versions = list(versions or op.versions.values())
+    progress(f"{op.name}: the reference in float64")
+    problem = Problem.of(op, shape, seed) if checked else None
+    for version in versions:
+        row = Row(op.name, version.number, version.description, shape, version.precision, version.repeatable)
+        rows.append(row)
+        options = {"block_size": block_size} if block_size and "block_size" in version.options() else {}
+        if version.precision == "either":
+            options["tf32"] = tf32
+            row.precision = "tf32" if tf32 else "fp32"
+        row.block_size = options.get("block_size")
+        row.refused = version.why_not() or ""
+        if row.refused:
+            continue
+        progress(f"{op.name} {version.number}: {version.description}")
+        try:
+            if checked:
+                row.errors = check(version, problem, **options)
+                row.right = is_right(version, row.errors)
+            if timed and not SIMULATE:
+                _time(version, problem or Problem.untrue(op, shape, seed), options, row, repeats)
+        except ShapeError as refusal:
+            row.refused = str(refusal)
+    return rows
+
+
+def _time(version: Version, problem: Problem, options: dict, row: Row, repeats: int) -> None:
+    op, shape = version.op, problem.shape
+    arguments = problem.on_device().values()
+
+    def launch():
+        version(*arguments, **options)
+
+    with recorded_launches() as launches:
+        launch()
+    row.kernels = [_facts(*launched) for launched in launches]
+    times = time_launches(launch, repeats)
+    row.us, row.us_low, row.us_high = times.median, times.low, times.high
+    row.gbps = op.bytes_moved(**shape) / times.median / 1e3
+    seconds = op.bytes_moved(**shape) / roofline()["bandwidth"]
+    if op.flops:
+        row.tflops = op.flops(**shape) / times.median / 1e6
+        seconds = max(seconds, op.flops(**shape) / roofline()[row.precision])
+    row.of_roofline = 1e6 * seconds / times.median
+
+
+class recorded_launches:
+    """Inside this context every kernel launch is noted: (dispatcher, argument types, grid, block, shared bytes)."""
+
+    def __enter__(self) -> list:
+        from numba.cuda.dispatcher import _LaunchConfiguration
+
+        self.kind, self.call = _LaunchConfiguration, _LaunchConfiguration.__call__
+        noted: list = []
+
+        def noting(config, *args):
+            self.call(config, *args)
+            types = tuple(config.dispatcher.typeof_pyval(arg) for arg in args)
+            noted.append((config.dispatcher, types, config.griddim, config.blockdim, config.sharedmem))
+
+        self.kind.__call__ = noting
+        return noted
+
+    def __exit__(self, *_):
+        self.kind.__call__ = self.call
+
+
+def _facts(dispatcher, types, grid, block, dynamic_shared) -> Kernel:
+    compiled = dispatcher.overloads[types]
+    threads = block[0] * block[1] * block[2]
+    kernel = compiled.library.get_cufunc().kernel
+    blocks = kernel.occupancy.max_active_blocks_per_multiprocessor(threads, dynamic_shared)
+    most = cuda.get_current_device().MAX_THREADS_PER_MULTI_PROCESSOR
+    return Kernel(
+        dispatcher.py_func.__name__, tuple(grid), tuple(block), compiled.regs_per_thread,
+        compiled.shared_mem_per_block + dynamic_shared, compiled.local_mem_per_thread, blocks * threads / most,
+    )  # fmt: skip
+
+
+def card() -> dict:
+    """What a measurement was made with."""
+    packages = {}
+    for name in ("numba", "numba-cuda", "numpy", "cuda-core", "nvmath-python", "torch"):
+        try:
+            packages[name] = package_version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    facts = {"card": "simulator", "python": platform.python_version(), "packages": packages}
+    if TARGET == "gpu":
+        from cuda.core import Device, system
+
+        facts |= {
+            "card": Device(cuda.get_current_device().id).name,
+            "driver": ".".join(str(part) for part in _driver(system)),
+            "cuda": ".".join(str(part) for part in cuda.runtime.get_version()),
+            "multiprocessors": multiprocessors(),
+        }
+    return facts
+
+
+def _driver(system) -> tuple:
+    try:
+        return tuple(system.get_kernel_mode_driver_version())
+    except Exception:  # older cuda.core: only the CUDA version that the driver brings
+        return tuple(cuda.current_context().device.compute_capability)
+
+
+_roofline: dict = {}
+
+
+def roofline() -> dict[str, float]:
+    """This card's ceilings, measured: bytes a second of a large copy, FLOPs a second in fp32 and in TF32 (of cuBLAS where
+    it is there). Kept on disk for the next run on the same card within the day."""
+    if not _roofline:
+        import time
+
+        facts = card()
+        file = CACHE_FOLDER / f"roofline-{facts['card'].replace(' ', '-')}.json"
+        if file.exists() and time.time() - file.stat().st_mtime < 24 * 3600:
+            _roofline.update(json.loads(file.read_text()))
+        else:
+            _roofline.update(bandwidth=measure_bandwidth(), fp32=measure_fp32(), tf32=_measure_tf32())
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(_roofline))
+    return _roofline
+
+
+def _measure_tf32(n: int = 8192) -> float:
+    from kernels.op import OPS, of_layer
+
+    of_layer("matmul", "forward")
+    product = OPS["matmul_forward"].versions
+    best = product[0] if not product[0].why_not() else product[max(product)]
+    arguments = Problem.untrue(best.op, {"N": n, "C": n, "OC": n}).on_device()
+    options = {"tf32": True} if best.precision == "either" else {}
+    return 2 * n**3 / (1e-6 * time_launches(lambda: best(*arguments.values(), **options), 10).median)
+
+
+def write_json(file: str | Path, rows: list[Row], **more) -> None:
+    """The rows with the card, driver and package versions that they were measured with."""
+    facts = {**card(), **more}
+    if TARGET == "gpu":
+        facts["roofline"] = roofline()
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

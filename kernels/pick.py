@@ -1,0 +1,94 @@
+"""Pick the fastest right version of every op for this card: `python kernels/pick.py [OP ...]` writes kernels/picked.toml.
+
+model.py reads the file. A card that has no table of its own uses `default`. Of two versions within 5% of each other the
+one that gives the same bits every run is picked.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE = Path(__file__).parent / "picked.toml"
+WORTH_LOSING_REPEATABILITY = 1.05
+
+
+def read_picks() -> dict[str, dict[str, int]]:
+    """Card -> op -> version."""
+    return tomllib.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+def picks_for_this_card() -> dict[str, int]:
+    """op -> version, for the card that is here."""
+    from kernels.ladder import card
+
+    tables = read_picks()
+    return {**tables.get("default", {}), **tables.get(card()["card"], {})}
+
+
+def write_picks(tables: dict[str, dict[str, int]]) -> None:
+    lines = ["# Written by kernels/pick.py: the version of every op that model.py uses, by card.\n"]
+    for name, picks in tables.items():
+        lines += [f'\n["{name}"]\n'] + [f"{op} = {number}\n" for op, number in sorted(picks.items())]
+    FILE.write_text("".join(lines))
+
+
+def choose(times: dict[int, float], repeatable: set[int]) -> int:
+    """version -> time in: the fastest, or a repeatable one that is not much slower."""
+    fastest = min(times, key=times.get)
+    steady = {number: time for number, time in times.items() if number in repeatable}
+    if steady:
+        best = min(steady, key=steady.get)
+        if steady[best] <= WORTH_LOSING_REPEATABILITY * times[fastest]:
+            return best
+    return fastest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops; the others keep their picks")
+    asked = parser.parse_args()
+
+    from rich.console import Console
+
+    from kernels.device import TARGET
+    from kernels.ladder import card, measure
+    from kernels.op import load_all
+
+    console = Console(highlight=False)
+    if TARGET != "gpu":
+        sys.exit("kernels/pick.py times kernels, so it needs a CUDA GPU; kernels/picked.toml comes with defaults")
+    ops = load_all()
+    unknown = [name for name in asked.ops if name not in ops]
+    if unknown:
+        sys.exit(f"no op is called {unknown[0]}; there are {', '.join(sorted(ops))}")
+
+    tables, name = read_picks(), card()["card"]
+    mine = tables.setdefault(name, {})
+    for op in [ops[name] for name in asked.ops] or ops.values():
+        times: dict[int, float] = {}
+        out: set[int] = set()  # wrong somewhere, or refuses a shape of the trainer
+        for shape in op.trainer_shapes or [op.shape]:
+            for row in measure(op, shape):
+                if row.us is None or not row.right:
+                    out.add(row.version)
+                    if row.right is False:
+                        console.print(f"[red]{op.name} {row.version} is wrong at {shape}: {row.errors}[/red]")
+                else:
+                    times[row.version] = times.get(row.version, 0) + row.us
+        times = {number: time for number, time in times.items() if number not in out}
+        if not times:
+            console.print(f"[red]{op.name}: no version is right at the trainer's shapes[/red]")
+            continue
+        mine[op.name] = choose(times, {v.number for v in op.versions.values() if v.repeatable})
+        ladder = "  ".join(f"{number}: {time:.1f}" for number, time in times.items())
+        console.print(f"{op.name:32} version {mine[op.name]:2}   us by version  {ladder}")
+        write_picks(tables)  # as it goes: an interrupted run loses nothing
+
+
+if __name__ == "__main__":
+    main()
