@@ -27,7 +27,9 @@ def prepare(documents: Iterable[str], prefix: str | Path, val_tokens: int) -> tu
         tokens.append(END_OF_TEXT)
         tokens += encode(document)
     if len(tokens) <= val_tokens:
-        raise DataError(f"{prefix}: the text has {len(tokens):,} tokens, more than {val_tokens:,} are needed")
+        raise DataError(
+            f"the text for {prefix} has {len(tokens):,} tokens, more than {val_tokens:,} are needed: give a longer one"
+        )
     train, val = token_files(prefix)
     write_tokens(val, np.array(tokens[:val_tokens]))
     write_tokens(train, np.array(tokens[val_tokens:]))
@@ -67,8 +69,8 @@ def default_prefix(seconds: float = 5.0) -> tuple[str, str]:
     thread.start()
     thread.join(seconds)
     if finished.is_set():
-        tinyshakespeare.prepare_text(tinyshakespeare.TEXT_FILE)
+        tinyshakespeare.prepare_text(tinyshakespeare.TEXT_FILE, TINY_SHAKESPEARE)
         return shown(TINY_SHAKESPEARE), "prepared now"
     if not all(path.is_file() for path in token_files(PYDOC_TOPICS)):
-        pydoc_corpus.prepare_topics()
+        pydoc_corpus.prepare_topics(PYDOC_TOPICS)
     return shown(PYDOC_TOPICS), "tiny_shakespeare unreachable"

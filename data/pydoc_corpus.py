@@ -18,7 +18,7 @@ from data.files import Arguments, DataError, run_script, shown
 VAL_TOKENS = 20480  # five batches of 4 rows of 1024
 
 
-def prepare_topics(prefix: str | Path = corpus.PYDOC_TOPICS) -> tuple[int, int]:
+def prepare_topics(prefix: str | Path) -> tuple[int, int]:
     """Writes the two token files, a document a topic. Returns how many tokens they hold. Raises DataError."""
     try:
         from pydoc_data.topics import topics

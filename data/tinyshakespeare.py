@@ -33,7 +33,7 @@ def sections(text: str) -> list[str]:
     return [head + "\n\n" for head in heads] + [last]
 
 
-def prepare_text(path: str | Path, prefix: str | Path = corpus.TINY_SHAKESPEARE) -> tuple[int, int]:
+def prepare_text(path: str | Path, prefix: str | Path) -> tuple[int, int]:
     """Writes the two token files of a text. Returns how many tokens they hold. Raises DataError."""
     try:
         text = Path(path).read_bytes().decode()
