@@ -1,0 +1,692 @@
+"""A CUDA simulator: this module is the `cuda` that kernels see where there is no GPU.
+
+It runs the same kernels in plain Python: blocks one after the other, the threads of a block by turns, each in a greenlet,
+so that nothing ever runs beside anything else. A thread runs until it must wait for others: at a warp collective
+(shuffle, vote, syncwarp) or at a barrier. Warps are never in lockstep, as on every GPU since Volta: what a warp must
+agree on has to be said with a `_sync`.
+
+Where a GPU hangs, crashes or computes nonsense, a SimulatorError names kernel, source line, block and thread:
+an index out of bounds (negative ones too, which Numba takes from the end), a mask without the caller, a warp whose lanes
+name different masks, a shuffle that reads a lane that has exited, a barrier that not all threads reach. Shared and local
+arrays start as NaN (integers: POISON), so that reading what nobody wrote shows.
+
+Numbers are NumPy's. Floats loaded from a float32 array stay float32 through arithmetic and through `math`, as they do in
+Numba. Two differences remain. A bare 0.5 takes the type of what it meets; Numba computes in float64 from there on, which
+is slower on a GPU and never less exact. Integers load as Python's, that never overflow; Numba's are 64 bits wide.
+"""
+
+import functools
+import itertools
+import math
+import os
+import sys
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+from greenlet import GreenletExit, getcurrent, greenlet
+
+FULL_MASK = 0xFFFFFFFF
+POISON = 0x7FFADBAD  # a NaN if read as float32, and twice in a row as float64; 2147146669 if read as int32
+STATIC_SHARED_LIMIT = 48 * 1024  # bytes a block: CUDA C++ Programming Guide, Technical Specifications
+SHARED_LIMIT = 227 * 1024  # static and dynamic together, compute capability 9.0
+
+warpsize = 32
+
+
+class SimulatorError(RuntimeError):
+    """What is wrong with a kernel, in one line."""
+
+
+# Arrays ---------------------------------------------------------------------------------------------------------------
+
+
+class Array(np.ndarray):
+    """An array as a kernel sees it: a negative index is an error. (NumPy itself refuses those past the end.)"""
+
+    def __getitem__(self, index, get=np.ndarray.__getitem__):
+        if index.__class__ is int:
+            if index < 0:
+                _refuse(index)
+        else:
+            _check(index)
+        return get(self, index)
+
+    def __setitem__(self, index, value, set=np.ndarray.__setitem__):
+        if index.__class__ is int:
+            if index < 0:
+                _refuse(index)
+        else:
+            _check(index)
+        set(self, index, value)
+
+    def view(self, dtype):
+        return checked(np.asarray(self).view(dtype))
+
+
+class IntArray(Array):
+    """Integers load as Python's, which do not overflow, and wrap round when they are stored, as in C."""
+
+    def __getitem__(self, index):
+        value = Array.__getitem__(self, index)
+        return value if isinstance(value, np.ndarray) else int(value)
+
+    def __setitem__(self, index, value):
+        try:
+            Array.__setitem__(self, index, value)
+        except OverflowError:
+            Array.__setitem__(self, index, np.array(value & 0xFFFFFFFFFFFFFFFF, np.uint64).astype(self.dtype))
+
+
+def _check(index):
+    for i in index if index.__class__ is tuple else (index,):
+        if i.__class__ is not slice and i is not Ellipsis and i < 0:
+            _refuse(i)
+
+
+def _refuse(index):
+    raise IndexError(f"index {index} is negative")
+
+
+def checked(value):
+    """A kernel's argument as the kernel sees it: arrays become views whose indices are checked."""
+    if isinstance(value, np.ndarray):
+        return value.view(IntArray if value.dtype.kind in "iu" else Array)
+    if isinstance(value, np.integer):
+        return int(value)
+    return tuple(map(checked, value)) if isinstance(value, tuple) else value
+
+
+def _dtype(dtype) -> np.dtype:
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        return np.dtype(str(dtype))  # numba.float32
+
+
+def _poisoned(shape, dtype, alignment) -> Array:
+    """A new array of poison, which is aligned as asked and no better, so that a vector access that was just lucky shows."""
+    dtype = _dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.full(size // 4 + 129, POISON, np.uint32)
+    start = (alignment or dtype.itemsize) - memory.ctypes.data % 256
+    start += 256 * (start < 0)
+    return checked(memory.view(np.uint8)[start : start + size].view(dtype).reshape(shape))
+
+
+def _shape(shape) -> tuple:
+    return shape if isinstance(shape, tuple) else (shape,)
+
+
+def _shared_array(shape, dtype, alignment=None):
+    """cuda.shared.array: one array a block for each place in the source that declares one. Shape 0: all of the dynamic
+    shared memory that the launch asked for."""
+    shape = _shape(shape)
+    frame = sys._getframe(1)
+    arrays = _launch.shared
+    place = (frame.f_code, frame.f_lasti)
+    if place not in arrays:
+        if shape == (0,):
+            size = _launch.dynamic_bytes // _dtype(dtype).itemsize * _dtype(dtype).itemsize
+            arrays[place] = checked(np.asarray(_launch.dynamic)[:size].view(_dtype(dtype)))
+        else:
+            arrays[place] = _poisoned(shape, dtype, alignment)
+            _launch.static_bytes += arrays[place].nbytes
+            if _launch.static_bytes > STATIC_SHARED_LIMIT:
+                raise SimulatorError(
+                    f"{_launch.static_bytes} bytes of static shared memory, a block gets {STATIC_SHARED_LIMIT}"
+                )
+    return arrays[place]
+
+
+def _local_array(shape, dtype, alignment=None):
+    return _poisoned(_shape(shape), dtype, alignment)
+
+
+def _constant_array(array):
+    array = checked(np.asarray(array))
+    array.flags.writeable = False
+    return array
+
+
+shared = SimpleNamespace(array=_shared_array)
+local = SimpleNamespace(array=_local_array)
+const = SimpleNamespace(array_like=_constant_array)
+
+
+# Threads, and who runs next -------------------------------------------------------------------------------------------
+
+
+class Dim3:
+    __slots__ = ("x", "y", "z")
+
+    def __init__(self, x, y=1, z=1):
+        self.x, self.y, self.z = x, y, z
+
+    def __repr__(self):
+        return f"({self.x}, {self.y}, {self.z})"
+
+
+class Thread(Dim3):
+    __slots__ = ("greenlet", "lane", "waits", "warp")
+
+
+class Warp:
+    __slots__ = ("live", "threads", "waiting")
+
+    def __init__(self):
+        self.threads = []  # by lane
+        self.live = 0  # the lanes that have not exited, a bit each
+        self.waiting = {}  # (operation, mask) -> {lane: value} of the lanes that have arrived
+
+
+class Launch:
+    """A kernel on its way through the grid, one block at a time."""
+
+    def __init__(self, kernel, args, block, dynamic_bytes):
+        self.kernel = kernel
+        self.args = tuple(map(checked, args))
+        self.hub = getcurrent()
+        self.idle = []  # greenlets that wait for work
+        self.failure = None  # (thread, exception)
+        self.dynamic_bytes = dynamic_bytes
+        self.threads, self.warps = [], []
+        for z, y, x in itertools.product(range(block.z), range(block.y), range(block.x)):
+            thread = Thread(x, y, z)
+            thread.lane = len(self.threads) % warpsize
+            if thread.lane == 0:
+                self.warps.append(Warp())
+            thread.warp = self.warps[-1]
+            thread.warp.threads.append(thread)
+            self.threads.append(thread)
+
+    def run_block(self):
+        self.shared, self.static_bytes = {}, 0
+        self.dynamic = _poisoned((self.dynamic_bytes,), np.uint8, 16)
+        self.state = {}  # what intrinsics keep for the block
+        self.barriers = {}  # barrier -> {thread: value} of the threads that have arrived
+        self.ready = deque()  # threads that have what they waited for
+        self.fresh = iter(self.threads)  # threads that have not started
+        for warp in self.warps:
+            warp.live = (1 << len(warp.threads)) - 1
+            warp.waiting = {}
+        self.next_greenlet().switch()
+        if self.failure is None and any(warp.live for warp in self.warps):
+            self.failure = self.deadlock()
+        if self.failure is not None:
+            raise self.explain(*self.failure)
+
+    def next_greenlet(self):
+        if self.ready:
+            return self.ready.popleft().greenlet
+        return self.idle.pop() if self.idle else greenlet(self.work, self.hub)
+
+    def work(self):
+        """A greenlet's life: a thread of the block after the other. Those that never wait all run in the first one."""
+        me = getcurrent()
+        with np.errstate(all="ignore"):
+            while True:
+                thread = None if self.ready or self.failure else next(self.fresh, None)
+                if thread is None:
+                    self.idle.append(me)
+                    (self.ready.popleft().greenlet if self.ready and not self.failure else self.hub).switch()
+                    continue
+                thread.greenlet = me
+                _become(thread)
+                try:
+                    self.kernel(*self.args)
+                    self.exit(thread)
+                except GreenletExit:
+                    raise
+                except BaseException as error:
+                    self.failure = (thread, error)
+
+    def exit(self, thread):
+        """Who has exited is waited for no longer."""
+        warp = thread.warp
+        warp.live &= ~(1 << thread.lane)
+        for key, values in list(warp.waiting.items()):
+            if len(values) == (key[1] & warp.live).bit_count():
+                del warp.waiting[key]
+                self.ready.extend(warp.threads[lane] for lane in values)
+
+    def stop(self):
+        """Unwind the greenlets that still wait, and those that are idle."""
+        suspended = {thread.greenlet for thread in self.threads} | set(self.idle)
+        for one in suspended - {None}:
+            one.throw()
+
+    def deadlock(self):
+        """Nobody can go on. The one to blame: a lane whose warp does not come, else a thread at a barrier."""
+        live = [thread for thread in self.threads if thread.warp.live >> thread.lane & 1]
+        for thread in live:
+            if thread.waits[0] == "warp":
+                _, operation, mask = thread.waits
+                arrived = thread.warp.waiting[operation, mask]
+                missing = next(t for t in thread.warp.threads if mask >> t.lane & 1 and t.lane not in arrived)
+                if missing.waits[:2] == ("warp", operation) and self.is_live(missing):
+                    what = f"lanes of a warp name different masks: {mask:#x} here, {missing.waits[2]:#x} in lane"
+                    return thread, SimulatorError(f"{operation}: {what} {missing.lane} ({self.place(missing)})")
+                return thread, SimulatorError(
+                    f"{operation} with mask {mask:#x} waits for lane {missing.lane}, which {self.fate(missing)}"
+                )
+        thread = live[0]
+        _, barrier, count = thread.waits
+        arrived = self.barriers[barrier, count]
+        missing = next((t for t in self.threads if t not in arrived), None)
+        return thread, SimulatorError(
+            f"{barrier} is reached by {len(arrived)} of {count} threads"
+            + (f": thread {missing!r} {self.fate(missing)}" if missing else "")
+        )
+
+    def is_live(self, thread) -> bool:
+        return bool(thread.warp.live >> thread.lane & 1)
+
+    def fate(self, thread) -> str:
+        return f"waits in {thread.waits[1]} ({self.place(thread)})" if self.is_live(thread) else "has exited"
+
+    def place(self, thread) -> str:
+        """Where a waiting thread stands, as file:line."""
+        frame = thread.greenlet.gr_frame
+        while frame.f_code.co_filename in OURS:
+            frame = frame.f_back
+        return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+    def explain(self, thread, error) -> BaseException:
+        """The error with kernel, source line, block and thread."""
+        if not isinstance(error, Exception):
+            return error  # Ctrl-C
+        code = self.kernel.__code__
+        place = f"{_short(code.co_filename)}:{code.co_firstlineno}"
+        if error.__traceback__ is None:
+            place = self.place(thread)
+        trace = error.__traceback__
+        name = ""
+        while trace is not None:
+            frame = trace.tb_frame
+            if frame.f_code.co_filename not in OURS:
+                place = f"{_short(frame.f_code.co_filename)}:{trace.tb_lineno}"
+                variables = frame.f_locals
+            elif isinstance(error, IndexError) and isinstance(array := frame.f_locals.get("self"), Array):
+                name = next((f" of {name}" for name, value in variables.items() if value is array), "")
+            trace = trace.tb_next
+        kind = "" if isinstance(error, SimulatorError) else f"{type(error).__name__}: "
+        located = SimulatorError(
+            f"{kind}{error}{name} [{self.kernel.__name__}, {place}, block {blockIdx!r}, thread {thread!r}]"
+        )
+        located.__cause__ = None if kind == "" or isinstance(error, IndexError) else error
+        located.__suppress_context__ = True
+        return located
+
+
+OURS = {__file__, os.path.join(os.path.dirname(__file__), "intrinsics.py")}
+
+
+def _short(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+threadIdx, blockIdx, blockDim, gridDim = Dim3(0, 0, 0), Dim3(0, 0, 0), Dim3(1), Dim3(1)
+laneid = 0
+_launch = None  # the Launch under way
+_running = None  # the Thread whose turn it is
+
+
+def _become(thread):
+    global _running, laneid
+    _running = thread
+    laneid = thread.lane
+    threadIdx.x, threadIdx.y, threadIdx.z = thread.x, thread.y, thread.z
+
+
+def _wait(thread, *waits):
+    """Let others run until one of them puts this thread among the ready."""
+    thread.waits = waits
+    _launch.next_greenlet().switch()
+    _become(thread)
+
+
+def exchange(operation: str, mask: int, value) -> dict:
+    """What every warp collective is built of: wait for all lanes of the mask that have not exited, and give each the
+    others' values, {lane: value}. They meet who name the same operation and the same mask, wherever in the source."""
+    thread = _running
+    mask &= FULL_MASK
+    if not mask >> thread.lane & 1:
+        raise SimulatorError(f"{operation}: lane {thread.lane} calls it, but its mask {mask:#x} leaves that lane out")
+    warp = thread.warp
+    values = warp.waiting.setdefault((operation, mask), {})
+    values[thread.lane] = value
+    if len(values) == (mask & warp.live).bit_count():
+        del warp.waiting[operation, mask]
+        _launch.ready.extend([warp.threads[lane] for lane in values if lane != thread.lane])
+    else:
+        _wait(thread, "warp", operation, mask)
+    return values
+
+
+def barrier(name: str, count: int, value=None) -> dict:
+    """Wait until `count` threads of the block have come to the barrier of this name: {thread: value}."""
+    thread = _running
+    arrived = _launch.barriers.setdefault((name, count), {})
+    arrived[thread] = value
+    if len(arrived) == count:
+        del _launch.barriers[name, count]
+        _launch.ready.extend([other for other in arrived if other is not thread])
+    else:
+        _wait(thread, "barrier", name, count)
+    return arrived
+
+
+def running() -> Thread:
+    return _running
+
+
+def block_state() -> dict:
+    """What lives as long as a block, for intrinsics to keep things in."""
+    return _launch.state
+
+
+def is_shared(array) -> bool:
+    return any(np.may_share_memory(array, one) for one in _launch.shared.values())
+
+
+# Launching ------------------------------------------------------------------------------------------------------------
+
+
+def jit(function=None, device=False, **options):
+    """numba.cuda.jit. The options steer a compiler, and mean nothing here."""
+    if not callable(function):  # @jit(...), perhaps with a signature
+        return lambda function: jit(function, device=device, **options)
+    _use_float32_math(function)
+    return function if device else Kernel(function)
+
+
+class Kernel:
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+        self.py_func = function
+
+    def __getitem__(self, configuration):
+        grid, block, _stream, dynamic_bytes = (*configuration, 0, 0)[:4]
+        return functools.partial(self._launch, _dim3(grid), _dim3(block), dynamic_bytes)
+
+    def __call__(self, *args):
+        raise SimulatorError(f"{self.__name__}: say how many blocks and threads, {self.__name__}[blocks, threads](...)")
+
+    def _launch(self, grid, block, dynamic_bytes, *args):
+        global _launch
+        if _launch is not None:
+            raise SimulatorError(f"{self.__name__}: a kernel cannot launch a kernel")
+        self._check_launch(grid, block, dynamic_bytes)
+        gridDim.x, gridDim.y, gridDim.z = grid.x, grid.y, grid.z
+        blockDim.x, blockDim.y, blockDim.z = block.x, block.y, block.z
+        launch = _launch = Launch(self.py_func, args, block, dynamic_bytes)
+        try:
+            for blockIdx.z, blockIdx.y, blockIdx.x in itertools.product(range(grid.z), range(grid.y), range(grid.x)):
+                launch.run_block()
+        finally:
+            launch.stop()
+            _launch = None
+
+    def _check_launch(self, grid, block, dynamic_bytes):
+        """CUDA C++ Programming Guide, Technical Specifications per Compute Capability."""
+        threads = block.x * block.y * block.z
+        if not 1 <= threads <= 1024 or block.z > 64:
+            raise SimulatorError(f"{self.__name__}: {block!r} threads a block, a GPU takes 1 to 1024 (64 in z)")
+        if not (1 <= grid.x < 2**31 and 1 <= grid.y < 2**16 and 1 <= grid.z < 2**16):
+            raise SimulatorError(f"{self.__name__}: {grid!r} blocks, a GPU takes 1 to 2147483647 (65535 in y and z)")
+        if dynamic_bytes > SHARED_LIMIT:
+            raise SimulatorError(
+                f"{self.__name__}: {dynamic_bytes} bytes of shared memory, a block gets at most {SHARED_LIMIT}"
+            )
+
+
+def _dim3(size) -> Dim3:
+    return Dim3(*size) if isinstance(size, tuple) else Dim3(size)
+
+
+def _use_float32_math(function):
+    """Let the function's module see our `math` in place of Python's."""
+    names = function.__globals__
+    for name in function.__code__.co_names:
+        if names.get(name) is math:
+            names[name] = float32_math
+
+
+def _ieee(name):
+    """A function of Python's math that gives float32 for float32, and infinity or NaN where Python raises."""
+    function, vectorized = getattr(math, name), getattr(np, name)
+
+    @functools.wraps(function)
+    def call(x, *rest):
+        try:
+            y = function(x, *rest)
+        except (ValueError, OverflowError):
+            y = float(vectorized(x, *rest))
+        return np.float32(y) if x.__class__ is np.float32 else y
+
+    return call
+
+
+float32_math = SimpleNamespace(**vars(math))
+for _name in "acos asin atan cos cosh exp expm1 fabs log log10 log1p log2 sin sinh sqrt tan tanh".split():
+    setattr(float32_math, _name, _ieee(_name))
+float32_math.erf = lambda x: np.float32(math.erf(x)) if x.__class__ is np.float32 else math.erf(x)
+float32_math.erfc = lambda x: np.float32(math.erfc(x)) if x.__class__ is np.float32 else math.erfc(x)
+
+
+# What a kernel calls --------------------------------------------------------------------------------------------------
+
+
+def grid(ndim: int):
+    x = blockIdx.x * blockDim.x + threadIdx.x
+    if ndim == 1:
+        return x
+    y = blockIdx.y * blockDim.y + threadIdx.y
+    return (x, y) if ndim == 2 else (x, y, blockIdx.z * blockDim.z + threadIdx.z)
+
+
+def gridsize(ndim: int):
+    x = gridDim.x * blockDim.x
+    if ndim == 1:
+        return x
+    y = gridDim.y * blockDim.y
+    return (x, y) if ndim == 2 else (x, y, gridDim.z * blockDim.z)
+
+
+def syncthreads():
+    """All threads of the block. One that has exited is missed: since Volta a GPU goes on without it, but the programming
+    guide allows a barrier in divergent code only where all threads take the same way."""
+    barrier("syncthreads", len(_launch.threads))
+
+
+def syncthreads_count(predicate) -> int:
+    return sum(map(bool, barrier("syncthreads_count", len(_launch.threads), predicate).values()))
+
+
+def syncthreads_and(predicate) -> int:
+    return int(all(barrier("syncthreads_and", len(_launch.threads), predicate).values()))
+
+
+def syncthreads_or(predicate) -> int:
+    return int(any(barrier("syncthreads_or", len(_launch.threads), predicate).values()))
+
+
+def threadfence():
+    """Memory is in order here, always."""
+
+
+threadfence_block = threadfence_system = threadfence
+
+
+def nanosleep(ns):
+    """Time means nothing here."""
+
+
+def syncwarp(mask=FULL_MASK):
+    exchange("syncwarp", mask, None)
+
+
+def lane_value(lanes: dict, mask: int, source: int, own):
+    """What a shuffle reads in lane `source`. A lane that the mask leaves out holds something undefined (PTX ISA,
+    shfl.sync): poison."""
+    if source in lanes:
+        return lanes[source]
+    if mask >> source & 1:
+        raise SimulatorError(f"a shuffle reads lane {source}, which has exited (or is past the end of the block)")
+    return POISON if isinstance(own, int) else type(own)("nan")
+
+
+def shuffle(operation: str, mask: int, value, step: int, width: int = 32):
+    """The four kinds of shfl.sync, as the PTX ISA has them. Only the low five bits of the step count; a source outside of
+    the lane's segment of `width` lanes gives the lane its own value."""
+    lanes = exchange(operation, mask, value)
+    lane, step = laneid, step & 31
+    first = lane & -width
+    if "_up" in operation:
+        source = lane - step
+    elif "_down" in operation:
+        source = lane + step
+    elif "_xor" in operation:
+        source = lane ^ step
+    else:
+        source = first | step & (width - 1)
+    outside = source < first if "_up" in operation else source >= first + width
+    return value if outside else lane_value(lanes, mask, source, value)
+
+
+def shfl_sync(mask, value, src_lane):
+    return shuffle("shfl_sync", mask, value, src_lane)
+
+
+def shfl_up_sync(mask, value, delta):
+    return shuffle("shfl_up_sync", mask, value, delta)
+
+
+def shfl_down_sync(mask, value, delta):
+    return shuffle("shfl_down_sync", mask, value, delta)
+
+
+def shfl_xor_sync(mask, value, lane_mask):
+    return shuffle("shfl_xor_sync", mask, value, lane_mask)
+
+
+def all_sync(mask, predicate) -> bool:
+    return all(exchange("all_sync", mask, predicate).values())
+
+
+def any_sync(mask, predicate) -> bool:
+    return any(exchange("any_sync", mask, predicate).values())
+
+
+def eq_sync(mask, predicate) -> bool:
+    return len(set(map(bool, exchange("eq_sync", mask, predicate).values()))) == 1
+
+
+def _int32(bits: int) -> int:
+    """Numba types these results as int32: bit 31 is the sign."""
+    return (bits & FULL_MASK ^ 1 << 31) - (1 << 31)
+
+
+def _lanes_where(lanes: dict, condition) -> int:
+    return _int32(sum(1 << lane for lane, value in lanes.items() if condition(value)))
+
+
+def ballot_sync(mask, predicate) -> int:
+    return _lanes_where(exchange("ballot_sync", mask, predicate), bool)
+
+
+def _bits(value):
+    return value.tobytes() if isinstance(value, np.generic) else value
+
+
+def match_any_sync(mask, value) -> int:
+    return _lanes_where(exchange("match_any_sync", mask, _bits(value)), lambda other: other == _bits(value))
+
+
+def match_all_sync(mask, value):
+    lanes = exchange("match_all_sync", mask, _bits(value))
+    agreed = len(set(lanes.values())) == 1
+    return (_lanes_where(lanes, lambda other: True) if agreed else 0), agreed
+
+
+def activemask() -> int:
+    """Who runs together is the hardware's choice. Here: all lanes that have not exited."""
+    return _running.warp.live
+
+
+def lanemask_lt() -> int:
+    return (1 << laneid) - 1
+
+
+def _width(x: int) -> int:
+    """Integers have lost their type here: 32 bits where they fit."""
+    return 32 if -(2**31) <= x < 2**32 else 64
+
+
+def popc(x) -> int:
+    return (x & (1 << _width(x)) - 1).bit_count()
+
+
+def clz(x) -> int:
+    return _width(x) - (x & (1 << _width(x)) - 1).bit_length()
+
+
+def ffs(x) -> int:
+    """The position of the lowest bit that is set, counted from 1; 0 if none is."""
+    return (x & -x).bit_length()
+
+
+def brev(x) -> int:
+    return int(f"{x & (1 << _width(x)) - 1:0{_width(x)}b}"[::-1], 2)
+
+
+def selp(condition, a, b):
+    return a if condition else b
+
+
+def fma(a, b, c):
+    """Rounded once: the product of two float32 is exact in float64."""
+    if isinstance(a, np.float32):
+        return np.float32(float(a) * float(b) + float(c))
+    return a * b + c
+
+
+def cbrt(x):
+    return np.cbrt(x)
+
+
+def _atomic(new):
+    def operation(array, index, value):
+        old = array[index]
+        array[index] = new(old, value)
+        return old
+
+    return operation
+
+
+def _compare_and_swap(array, index, old, value):
+    found = array[index]
+    if found == old:
+        array[index] = value
+    return found
+
+
+# array[index] becomes what the function says, and the old value is returned. Nothing runs meanwhile.
+atomic = SimpleNamespace(
+    add=_atomic(lambda old, value: old + value),
+    sub=_atomic(lambda old, value: old - value),
+    max=_atomic(lambda old, value: value if value > old else old),
+    min=_atomic(lambda old, value: value if value < old else old),
+    and_=_atomic(lambda old, value: old & value),
+    or_=_atomic(lambda old, value: old | value),
+    xor=_atomic(lambda old, value: old ^ value),
+    inc=_atomic(lambda old, value: 0 if old >= value else old + 1),
+    dec=_atomic(lambda old, value: value if old == 0 or old > value else old - 1),
+    exch=_atomic(lambda old, value: value),
+    cas=_compare_and_swap,
+    compare_and_swap=lambda array, old, value: _compare_and_swap(array, 0, old, value),
+)
+
+cuda = sys.modules[__name__]
