@@ -38,19 +38,21 @@ __all__ = [
 
 # How an intrinsic is made ---------------------------------------------------------------------------------------------
 
-GLOBAL, SHARED, LITERAL = "global", "shared", "literal"  # kinds of arguments beside the numbers, see `ptx`
+GLOBAL, SHARED, LITERAL, TF32 = "global", "shared", "literal", "tf32"  # kinds of arguments beside the numbers, see `ptx`
 
 
-def ptx(text: str, returns=None, takes=(), pure: bool = False):
+def ptx(text: str, returns=None, takes=(), pure: bool = False, collective: bool = False):
     """Make an intrinsic of the function below: on a GPU it is this PTX, in the simulator the function itself.
 
     returns: the result's type (float32, ...), several in a tuple, or None.
     takes: for each argument its type. Numba converts what it is given. GLOBAL and SHARED stand for an element, and so for
     two arguments of the function, `array, i`; the instruction gets its address (32 bits wide in shared memory).
-    LITERAL is an integer known when the kernel is compiled.
+    LITERAL is an integer known when the kernel is compiled. TF32 is a float32 that PTX wants in a register without type.
     pure: the results depend on nothing but the arguments, so that the compiler may move or drop the instruction.
+    collective: the lanes of a warp execute it together, so that the compiler must not move it into a branch.
     """
     results = returns if isinstance(returns, tuple) else () if returns is None else (returns,)
+    attributes = ("readnone", "nounwind") * pure + ("convergent",) * collective
 
     def decorate(twin):
         if SIMULATE:
@@ -68,12 +70,13 @@ def ptx(text: str, returns=None, takes=(), pure: bool = False):
                         raise RequireLiteralValue(f"{twin.__name__} takes a literal integer, or a constant of the module")
                     signature.append(argument)
                 else:
-                    signature.append(kind)
-            result = types.none if not results else results[0] if len(results) == 1 else types.Tuple(results)
+                    signature.append(float32 if kind == TF32 else kind)
+            numbers = [float32 if kind == TF32 else kind for kind in results]
+            result = types.none if not numbers else numbers[0] if len(numbers) == 1 else types.Tuple(numbers)
             return result(*signature), generate
 
         def generate(context, builder, signature, args):
-            operands, constraints = [], ["=" + _CONSTRAINTS[result] for result in results]
+            operands, constraints = [], ["=" + _CONSTRAINTS[kind] for kind in results]
             args = list(zip(signature.args, args))
             for kind in takes:
                 argument_type, argument = args.pop(0)
@@ -86,21 +89,20 @@ def ptx(text: str, returns=None, takes=(), pure: bool = False):
                     operands.append(ir.Constant(ir.IntType(32), argument_type.literal_value))
                     constraints.append("n")
                 else:
-                    operands.append(argument)
+                    operands.append(builder.bitcast(argument, ir.IntType(32)) if kind == TF32 else argument)
                     constraints.append(_CONSTRAINTS[kind])
-            result_types = [context.get_value_type(result) for result in results]
-            result_type = (
-                ir.VoidType() if not results else result_types[0] if len(results) == 1 else ir.LiteralStructType(result_types)
-            )
+            result_types = [ir.IntType(32) if kind == TF32 else context.get_value_type(kind) for kind in results]
+            result_type = ir.LiteralStructType(result_types) if len(results) > 1 else [*result_types, ir.VoidType()][0]
             function_type = ir.FunctionType(result_type, [operand.type for operand in operands])
             if not pure:
                 constraints.append("~{memory}")
             instruction = ir.InlineAsm(function_type, text, ",".join(constraints), side_effect=not pure)
-            value = builder.call(instruction, operands)
-            if len(results) > 1:
-                parts = [builder.extract_value(value, i) for i in range(len(results))]
-                return context.make_tuple(builder, signature.return_type, parts)
-            return value if results else context.get_dummy_value()
+            value = builder.call(instruction, operands, attrs=attributes)
+            if not results:
+                return context.get_dummy_value()
+            values = [builder.extract_value(value, k) for k in range(len(results))] if len(results) > 1 else [value]
+            values = [builder.bitcast(value, ir.FloatType()) if kind == TF32 else value for value, kind in zip(values, results)]
+            return context.make_tuple(builder, signature.return_type, values) if len(results) > 1 else values[0]
 
         return _as_intrinsic(twin, define)
 
@@ -131,7 +133,7 @@ def vector(define):
 
 
 if not SIMULATE:
-    _CONSTRAINTS = {float32: "f", int32: "r", uint32: "r", int64: "l", uint64: "l"}
+    _CONSTRAINTS = {float32: "f", int32: "r", uint32: "r", int64: "l", uint64: "l", TF32: "r"}
 
 
 def _as_intrinsic(twin, define):
@@ -300,25 +302,25 @@ def rsqrt_approx(x):
 _SEGMENT = "{.reg .b32 c; sub.s32 c, 32, $4; shl.b32 c, c, 8; %s shfl.sync.%s.b32 $0, $2, $3, c, $1;}"
 
 
-@ptx(_SEGMENT % ("or.b32 c, c, 31;", "idx"), returns=float32, takes=(uint32, float32, int32, int32))
+@ptx(_SEGMENT % ("or.b32 c, c, 31;", "idx"), returns=float32, takes=(uint32, float32, int32, int32), collective=True)
 def shfl_width(mask, value, src_lane, width):
     """The value of lane src_lane (modulo width) of one's own segment."""
     return simulator.shuffle("shfl_width", mask, value, src_lane, width)
 
 
-@ptx(_SEGMENT % ("", "up"), returns=float32, takes=(uint32, float32, int32, int32))
+@ptx(_SEGMENT % ("", "up"), returns=float32, takes=(uint32, float32, int32, int32), collective=True)
 def shfl_up_width(mask, value, delta, width):
     """The value of the lane `delta` below, in one's own segment; else one's own value."""
     return simulator.shuffle("shfl_up_width", mask, value, delta, width)
 
 
-@ptx(_SEGMENT % ("or.b32 c, c, 31;", "down"), returns=float32, takes=(uint32, float32, int32, int32))
+@ptx(_SEGMENT % ("or.b32 c, c, 31;", "down"), returns=float32, takes=(uint32, float32, int32, int32), collective=True)
 def shfl_down_width(mask, value, delta, width):
     """The value of the lane `delta` above, in one's own segment; else one's own value."""
     return simulator.shuffle("shfl_down_width", mask, value, delta, width)
 
 
-@ptx(_SEGMENT % ("or.b32 c, c, 31;", "bfly"), returns=float32, takes=(uint32, float32, int32, int32))
+@ptx(_SEGMENT % ("or.b32 c, c, 31;", "bfly"), returns=float32, takes=(uint32, float32, int32, int32), collective=True)
 def shfl_xor_width(mask, value, lane_mask, width):
     """The value of lane (own ^ lane_mask), if that is no later segment's; else one's own value."""
     return simulator.shuffle("shfl_xor_width", mask, value, lane_mask, width)
@@ -327,7 +329,7 @@ def shfl_xor_width(mask, value, lane_mask, width):
 # Tensor cores ---------------------------------------------------------------------------------------------------------
 
 
-@ptx("cvt.rna.tf32.f32 $0, $1;", returns=float32, takes=(float32,), pure=True)
+@ptx("cvt.rna.tf32.f32 $0, $1;", returns=TF32, takes=(float32,), pure=True)
 def to_tf32(x):
     """x rounded to TF32, 10 bits of mantissa, ties away from zero; compute capability 8.0. (PTX ISA, cvt: .rna.tf32)"""
     bits = int(float32(x).view(uint32))
@@ -339,7 +341,7 @@ def to_tf32(x):
 _MMA = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
 
 
-@ptx(_MMA, returns=(float32,) * 4, takes=(float32,) * 10, pure=True)
+@ptx(_MMA, returns=(float32,) * 4, takes=(float32,) * 4 + (TF32,) * 6, pure=True, collective=True)
 def mma_tf32(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1):
     """d = a @ b + c by the 32 lanes of a warp together: a 16 x 8, b 8 x 8, c and d 16 x 8; compute capability 8.0.
 
@@ -372,7 +374,7 @@ def _mma(lanes):
 
 
 @ptx(
-    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", returns=(float32,) * 4, takes=(SHARED,)
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", returns=(float32,) * 4, takes=(SHARED,), collective=True
 )
 def ldmatrix_x4(array, i):
     """Four 8 x 4 matrices of float32 from shared memory, one element of each to every lane; compute capability 7.5.
@@ -384,7 +386,7 @@ def ldmatrix_x4(array, i):
     return _ldmatrix("ldmatrix_x4", array, i, 4)
 
 
-@ptx("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0, $1}, [$2];", returns=(float32,) * 2, takes=(SHARED,))
+@ptx("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0, $1}, [$2];", returns=(float32,) * 2, takes=(SHARED,), collective=True)
 def ldmatrix_x2(array, i):
     """Two matrices, as ldmatrix_x4. Lanes 0 to 15 name the rows; what the others name is ignored."""
     return _ldmatrix("ldmatrix_x2", array, i, 2)
@@ -459,7 +461,7 @@ def cp_async_wait(n):
 # The rest -------------------------------------------------------------------------------------------------------------
 
 
-@ptx("bar.sync $0, $1;", takes=(int32, int32))
+@ptx("bar.sync $0, $1;", takes=(int32, int32), collective=True)
 def bar_sync(name, count):
     """A barrier for a part of the block: wait until `count` threads, whole warps, have come to the barrier of this number,
     1 to 15 (0 is syncthreads). (PTX ISA, bar.sync)"""
