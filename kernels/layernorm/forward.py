@@ -1,15 +1,26 @@
 """LayerNorm forward: out = (inp - mean) * rstd * weight + bias, mean and rstd over the C channels of each row.
 
+The story is told in doc/layernorm.md.
+
 version 1: a thread a row
+version 2: a block a row, sums by a tree in shared memory; three kernels: neighbouring threads read neighbouring channels
+version 3: a warp a row: lanes add up by shuffles, no barrier, one kernel
+version 4: mean and variance in one pass over the row: it is read twice instead of three times
+version 5: a block a row, shuffles inside the warps, shared memory between them: for few or long rows
+version 6: a warp a row, held in registers, 16-byte loads and stores: the row is read once
+version 7: warps that stay, with weight and bias in registers too, and load the next row while they work on this one
+Adding the residual in the same kernel is an op of its own: fused_residual_forward in fused.py.
 """
 
+import functools
 import math
 
 import numpy as np
 
 import cpu_reference
-from kernels.device import ceil_div, cuda, float32
+from kernels.device import WARP, ceil_div, cuda, float32, load4, load4_streaming, multiprocessors, need, store4
 from kernels.op import Op
+from kernels.reduce import block_sum2, warp_sum, warp_sum2
 
 
 def layernorm_inputs(rng, N, C):
@@ -31,7 +42,7 @@ layernorm_forward = Op(
     trainer_shapes=[{"N": 4096, "C": 768}],
 )
 
-EPS = float32(1e-5)
+EPS = float32(1e-5)  # a float32: with a bare 1e-5 the sum below it would be a float64
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -55,6 +66,205 @@ def layernorm_forward_kernel1(out, mean, rstd, inp, weight, bias):
 
 @layernorm_forward.version(1, "a thread a row")
 def layernorm_forward1(out, mean, rstd, inp, weight, bias, *, block_size=128, stream=0):
-    """out, inp: float32 (N, C); mean, rstd: (N,); weight, bias: (C,), on the device."""
+    """out, inp: float32 (N, C); mean, rstd: (N,); weight, bias: (C,), on the device. So in every version."""
     N = inp.shape[0]
     layernorm_forward_kernel1[ceil_div(N, block_size), block_size, stream](out, mean, rstd, inp, weight, bias)
+
+
+@cuda.jit(device=True, cache=True)
+def tree_sum(shared, x):
+    """The sum of x over the block's threads, a power of two: half of them add the other half's, again and again."""
+    thread = cuda.threadIdx.x
+    shared[thread] = x
+    cuda.syncthreads()
+    half = cuda.blockDim.x // 2
+    while half > 0:
+        if thread < half:
+            shared[thread] += shared[thread + half]
+        cuda.syncthreads()
+        half //= 2
+    return shared[0]
+
+
+@cuda.jit(cache=True, fastmath=True)
+def mean_kernel2(mean, inp):
+    row, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    C = inp.shape[1]
+    x = float32(0)
+    for c in range(thread, C, cuda.blockDim.x):
+        x += inp[row, c]
+    total = tree_sum(cuda.shared.array(0, float32), x)
+    if thread == 0:
+        mean[row] = total / float32(C)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def rstd_kernel2(rstd, inp, mean):
+    row, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    C = inp.shape[1]
+    m = mean[row]
+    x = float32(0)
+    for c in range(thread, C, cuda.blockDim.x):
+        x += (inp[row, c] - m) ** 2
+    total = tree_sum(cuda.shared.array(0, float32), x)
+    if thread == 0:
+        rstd[row] = float32(1) / math.sqrt(total / float32(C) + EPS)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def normalize_kernel2(out, inp, mean, rstd, weight, bias):
+    N, C = inp.shape
+    i = cuda.grid(1)
+    if i < N * C:
+        row, c = i // C, i % C
+        out[row, c] = (inp[row, c] - mean[row]) * rstd[row] * weight[c] + bias[c]
+
+
+@layernorm_forward.version(2, "a block a row, sums by a tree in shared memory, three kernels")
+def layernorm_forward2(out, mean, rstd, inp, weight, bias, *, block_size=256, stream=0):
+    need(block_size & (block_size - 1) == 0, f"needs a block size that is a power of two, got {block_size}")
+    N, C = inp.shape
+    mean_kernel2[N, block_size, stream, 4 * block_size](mean, inp)
+    rstd_kernel2[N, block_size, stream, 4 * block_size](rstd, inp, mean)
+    normalize_kernel2[ceil_div(N * C, block_size), block_size, stream](out, inp, mean, rstd, weight, bias)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def layernorm_forward_kernel3(out, mean, rstd, inp, weight, bias):
+    lane, row = cuda.laneid, cuda.grid(1) // WARP
+    N, C = inp.shape
+    if row < N:  # for a whole warp or for none of it, as shuffles need
+        m = float32(0)
+        for c in range(lane, C, WARP):
+            m += inp[row, c]
+        m = warp_sum(m) / float32(C)
+        v = float32(0)
+        for c in range(lane, C, WARP):
+            v += (inp[row, c] - m) ** 2
+        s = float32(1) / math.sqrt(warp_sum(v) / float32(C) + EPS)
+        for c in range(lane, C, WARP):
+            out[row, c] = (inp[row, c] - m) * s * weight[c] + bias[c]
+        if lane == 0:
+            mean[row] = m
+            rstd[row] = s
+
+
+def whole_warps(block_size: int) -> int:
+    """The warps of a block."""
+    need(block_size % WARP == 0, f"needs a block size that is a multiple of {WARP}, got {block_size}")
+    return block_size // WARP
+
+
+@layernorm_forward.version(3, "a warp a row, sums by shuffles")
+def layernorm_forward3(out, mean, rstd, inp, weight, bias, *, block_size=256, stream=0):
+    blocks = ceil_div(inp.shape[0], whole_warps(block_size))
+    layernorm_forward_kernel3[blocks, block_size, stream](out, mean, rstd, inp, weight, bias)
+
+
+@cuda.jit(device=True, cache=True, fastmath=True)
+def moments(pivot, total, squares, C):
+    """mean and rstd of C numbers x, from the sums of (x - pivot) and of (x - pivot)**2."""
+    shift = total / float32(C)
+    variance = max(squares / float32(C) - shift * shift, float32(0))
+    return pivot + shift, float32(1) / math.sqrt(variance + EPS)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def layernorm_forward_kernel4(out, mean, rstd, inp, weight, bias):
+    lane, row = cuda.laneid, cuda.grid(1) // WARP
+    N, C = inp.shape
+    if row < N:
+        pivot = inp[row, 0]  # without it a mean far from 0 would drown the variance: E[x^2] - E[x]^2 cancels
+        total, squares = float32(0), float32(0)
+        for c in range(lane, C, WARP):
+            x = inp[row, c] - pivot
+            total += x
+            squares += x * x
+        total, squares = warp_sum2(total, squares)
+        m, s = moments(pivot, total, squares, C)
+        for c in range(lane, C, WARP):
+            out[row, c] = (inp[row, c] - m) * s * weight[c] + bias[c]
+        if lane == 0:
+            mean[row] = m
+            rstd[row] = s
+
+
+@layernorm_forward.version(4, "mean and variance in one pass over the row")
+def layernorm_forward4(out, mean, rstd, inp, weight, bias, *, block_size=256, stream=0):
+    blocks = ceil_div(inp.shape[0], whole_warps(block_size))
+    layernorm_forward_kernel4[blocks, block_size, stream](out, mean, rstd, inp, weight, bias)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def layernorm_forward_kernel5(out, mean, rstd, inp, weight, bias):
+    thread, row = cuda.threadIdx.x, cuda.blockIdx.x
+    C = inp.shape[1]
+    pivot = inp[row, 0]
+    total, squares = float32(0), float32(0)
+    for c in range(thread, C, cuda.blockDim.x):
+        x = inp[row, c] - pivot
+        total += x
+        squares += x * x
+    total, squares = block_sum2(total, squares)
+    m, s = moments(pivot, total, squares, C)
+    for c in range(thread, C, cuda.blockDim.x):
+        out[row, c] = (inp[row, c] - m) * s * weight[c] + bias[c]
+    if thread == 0:
+        mean[row] = m
+        rstd[row] = s
+
+
+@layernorm_forward.version(5, "a block a row, shuffles inside the warps, shared memory between them")
+def layernorm_forward5(out, mean, rstd, inp, weight, bias, *, block_size=256, stream=0):
+    whole_warps(block_size)
+    layernorm_forward_kernel5[inp.shape[0], block_size, stream](out, mean, rstd, inp, weight, bias)
+
+
+@functools.cache
+def make_layernorm_forward_kernel6(C):
+    """The kernel for rows of C channels. The compiler knows C: it unrolls the loops, and the row's array becomes registers."""
+    pieces = ceil_div(C, 4 * WARP)  # of 16 bytes, that a lane holds
+
+    @cuda.jit(cache=True, fastmath=True)
+    def layernorm_forward_kernel6(out, mean, rstd, inp, weight, bias):
+        x = cuda.local.array((pieces, 4), float32)
+        lane, row = cuda.threadIdx.x & 31, cuda.grid(1) // WARP
+        if row >= inp.shape[0]:
+            return
+        base = row * C
+        m = float32(0)
+        for k in range(pieces):
+            c = 4 * (lane + WARP * k)
+            if c < C:  # always, for all pieces but the last
+                x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4_streaming(inp, base + c)
+                m += x[k, 0] + x[k, 1] + x[k, 2] + x[k, 3]
+        m = warp_sum(m) / float32(C)
+        v = float32(0)
+        for k in range(pieces):
+            if 4 * (lane + WARP * k) < C:
+                for j in range(4):
+                    v += (x[k, j] - m) ** 2
+        s = float32(1) / math.sqrt(warp_sum(v) / float32(C) + EPS)
+        for k in range(pieces):
+            c = 4 * (lane + WARP * k)
+            if c < C:
+                w0, w1, w2, w3 = load4(weight, c)
+                b0, b1, b2, b3 = load4(bias, c)
+                x0, x1, x2, x3 = (x[k, 0] - m) * s, (x[k, 1] - m) * s, (x[k, 2] - m) * s, (x[k, 3] - m) * s
+                store4(out, base + c, x0 * w0 + b0, x1 * w1 + b1, x2 * w2 + b2, x3 * w3 + b3)
+        if lane == 0:
+            mean[row] = m
+            rstd[row] = s
+
+    return layernorm_forward_kernel6
+
+
+@layernorm_forward.version(6, "a warp a row in registers, 16-byte loads and stores")
+def layernorm_forward6(out, mean, rstd, inp, weight, bias, *, block_size=128, stream=0):
+    """Rows that are not a multiple of 16 bytes, or have no room in a warp's registers, go the way of version 5."""
+    N, C = inp.shape
+    if C % 4 or C > 4096:
+        layernorm_forward5(out, mean, rstd, inp, weight, bias, stream=stream)
+        return
+    blocks = ceil_div(N, whole_warps(block_size))
+    make_layernorm_forward_kernel6(C)[blocks, block_size, stream](out, mean, rstd, inp, weight, bias)
