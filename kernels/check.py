@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.device import ShapeError, cuda, free_scratch, to_device, to_host
+from kernels.device import ShapeError, free_scratch, synchronize, to_device, to_host
 from kernels.op import Op, Version
 
 
@@ -77,7 +77,7 @@ def check(version: Version, problem: Problem, **options) -> dict[str, float]:
     """Runs the version once: the relative error of every output by name. Raises ShapeError where it refuses the shape."""
     arguments = problem.on_device()
     version(*arguments.values(), **options)
-    cuda.synchronize()
+    synchronize()
     host = {name: to_host(a) if isinstance(problem.arguments[name], np.ndarray) else a for name, a in arguments.items()}
     results = problem.op.results(host, problem.shape)
     return {name: relative_error(results[name], true) for name, true in problem.truth.items()}

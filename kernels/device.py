@@ -24,7 +24,7 @@ from kernels.intrinsics import *  # noqa: E402, F403  (after cuda is known)
 
 __all__ = [
     "FULL_MASK", "SIMULATE", "TARGET", "WARP", "ShapeError", "big_shared", "ceil_div", "compute_capability", "cuda", "float32",
-    "float64", "int32", "int64", "multiprocessors", "need", "scratch", "to_device", "to_host", "uint32", "uint64",
+    "float64", "int32", "int64", "multiprocessors", "need", "scratch", "synchronize", "to_device", "to_host", "uint32", "uint64",
 ]  # fmt: skip
 
 WARP = 32
@@ -52,6 +52,12 @@ def to_device(array: np.ndarray):
 
 def to_host(array) -> np.ndarray:
     return array.copy_to_host() if hasattr(array, "copy_to_host") else np.asarray(array)
+
+
+def synchronize() -> None:
+    """Wait for everything that was launched; the simulator has done it by the time a launch returns."""
+    if TARGET == "gpu":
+        cuda.synchronize()
 
 
 _scratch: dict = {}

@@ -1,0 +1,253 @@
+"""The command line of every layer: `python kernels/<layer>/run.py`. Checks versions, times them on a GPU, prints the ladder.
+
+Without a GPU the same check runs in the simulator on a small problem.
+"""
+
+import argparse
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
+YOURS = 999  # the number under which a learner's launcher joins the ladder
+
+
+def stop(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(1)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        stop(message)
+
+
+def main(layer: str, arguments: list[str] | None = None) -> None:
+    """What `python kernels/<layer>/run.py` does. Exits with 1 where a version is wrong or the question makes no sense."""
+    from kernels.op import of_layer
+
+    ops = of_layer(layer)
+    asked = parse(layer, ops, arguments)
+    try:
+        ops = [op for op in ops if asked.pass_ in (None, op.pass_, op.name)]
+        if asked.list:
+            return list_versions(ops)
+        if asked.template:
+            return write_template(ops[0], asked.template)
+        if asked.file:
+            ops = ops[:1]
+            load_file(ops[0], asked.file)
+        rows = [row for op in ops for row in run(op, asked)]
+    except KeyboardInterrupt:
+        stop("stopped")
+    except Exception as error:
+        if asked.verbose:
+            raise
+        stop(in_one_line(error))
+    if asked.json:
+        from kernels.ladder import write_json
+
+        write_json(asked.json, rows)
+    if asked.plot:
+        from kernels.plot import plot_ladder
+
+        plot_ladder(rows, asked.plot)
+    sys.exit(any(row.right is False for row in rows))
+
+
+def parse(layer: str, ops: list, arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(prog=f"kernels/{layer}/run.py", description=f"Check and time the versions of {layer}.")
+    parser.add_argument("--version", default="all", metavar="N", help="a version's number, or all (the default)")
+    passes = list(dict.fromkeys([op.pass_ for op in ops] + [op.name for op in ops]))
+    parser.add_argument(
+        "--pass", dest="pass_", choices=passes, help="one pass, or one op by its name; else all of them"
+    )
+    parser.add_argument("--block-size", type=int, metavar="N", help="threads a block; else each version's own choice")
+    parser.add_argument("--tf32", type=int, choices=(0, 1), default=1, help="0: cuBLAS too computes in fp32")
+    parser.add_argument("--file", metavar="FILE", help="a launcher of your own, named as the op is, joins the ladder")
+    parser.add_argument("--template", metavar="FILE", help="write such a file to start from: version 1, standing alone")
+    parser.add_argument("--list", action="store_true", help="the versions and their descriptions, nothing run")
+    parser.add_argument("--json", metavar="FILE", help="keep the result, with card, driver and package versions")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw the ladder against the roofline")
+    parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
+    parser.add_argument("--verbose", action="store_true", help="a failure's whole traceback")
+    shape = parser.add_argument_group(
+        "the shape (else the one that the docs' tables use; in the simulator a small one)"
+    )
+    names = list(dict.fromkeys(name for op in ops for name in op.shape))
+    for name in names + [name for name in "BT" if "N" in names and name not in names]:
+        shape.add_argument(f"-{name}", type=int, dest=f"shape_{name}", metavar="N")
+    asked = parser.parse_args(arguments)
+    asked.shape = {
+        n.removeprefix("shape_"): v for n, v in vars(asked).items() if n.startswith("shape_") and v is not None
+    }
+    for name, size in asked.shape.items():
+        if size < 1:
+            stop(f"-{name} {size}: a size is 1 or more")
+    if asked.block_size is not None and not (1 <= asked.block_size <= 1024):
+        stop(f"--block-size {asked.block_size}: a block has 1 to 1024 threads")
+    if asked.version != "all" and not asked.version.isdigit():
+        stop(f"--version {asked.version}: use a number, or all")
+    if asked.plot and Path(asked.plot).suffix not in (".svg", ".png"):
+        stop(f"--plot {asked.plot}: name a .svg or a .png file")
+    return asked
+
+
+def run(op, asked: argparse.Namespace) -> list:
+    """Measures what was asked of one op, and prints its table."""
+    from kernels.device import SIMULATE
+    from kernels.ladder import measure
+
+    shape = shape_of(op, asked.shape)
+    numbers = list(op.versions) if asked.version == "all" else [int(asked.version)]
+    if asked.version != "all" and numbers[0] not in op.versions:
+        have = ", ".join(str(number) for number in op.versions if number != YOURS)
+        stop(f"{op.name} has no version {numbers[0]}; it has {have}")
+    versions = [op.versions[number] for number in dict.fromkeys([*numbers, *([YOURS] if asked.file else [])])]
+    sweep = (
+        not SIMULATE and asked.version != "all" and asked.block_size is None and "block_size" in versions[0].options()
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(op.name, total=(len(BLOCK_SIZES) if sweep else len(versions)) + 1)
+
+        def progress(text: str) -> None:
+            bar.update(task, description=text, advance=1)
+
+        common = {"tf32": bool(asked.tf32), "seed": asked.seed}
+        if sweep:
+            rows = measure_sweep(op, shape, versions[0], progress, common)
+        else:
+            rows = measure(op, shape, versions, block_size=asked.block_size, progress=progress, **common)
+    print_table(op, shape, rows)
+    return rows
+
+
+def measure_sweep(op, shape: dict, version, progress, common: dict) -> list:
+    from kernels.ladder import measure
+
+    rows = measure(op, shape, [version], block_size=BLOCK_SIZES[0], progress=progress, **common)
+    for block_size in BLOCK_SIZES[1:]:
+        progress(f"{op.name} {version.number}, blocks of {block_size} threads")
+        rows += measure(op, shape, [version], block_size=block_size, **common)
+    return rows
+
+
+def shape_of(op, asked: dict) -> dict:
+    """The op's shape with what was asked in its place; -B and -T give the rows N where the op knows only rows."""
+    from kernels.device import SIMULATE
+
+    shape = dict(op.small if SIMULATE else op.shape)
+    known = {name: size for name, size in asked.items() if name in shape}
+    if "N" in shape and "N" not in asked and {"B", "T"} & asked.keys() and "B" not in shape:
+        known["N"] = asked.get("B", 1 if SIMULATE else 8) * asked.get("T", 8 if SIMULATE else 1024)
+    return {**shape, **known}
+
+
+def print_table(op, shape: dict, rows: list) -> None:
+    from kernels.device import SIMULATE
+    from kernels.ladder import card
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    sizes = ", ".join(f"{name} = {size}" for name, size in shape.items())
+    where = "no GPU here: checked in the simulator, on a small problem" if SIMULATE else card()["card"]
+    table = Table(title=f"{op.name}, {sizes} ({where})", title_justify="left", title_style="bold")
+    swept = len({row.block_size for row in rows}) > 1
+    table.add_column("block size" if swept else "version", justify="right")
+    table.add_column("what it does", ratio=1)
+    table.add_column("relative error")
+    timed = any(row.us is not None for row in rows)
+    if timed:
+        for name in (
+            "us",
+            "10-90%",
+            "TFLOP/s" if op.flops else "GB/s",
+            "of roofline",
+            "speed-up",
+            "registers",
+            "shared",
+            "occupancy",
+        ):
+            table.add_column(name, justify="right")
+    first = rows[0].us
+    for row in rows:
+        name = str(row.block_size) if swept else "yours" if row.version == YOURS else str(row.version)
+        cells = [name, row.description + (" [dim](TF32)[/dim]" if row.precision == "tf32" else "")]
+        cells.append(f"[yellow]{row.refused}[/yellow]" if row.refused else verdict(row))
+        if timed and row.us is not None:
+            rate = f"{row.tflops:.1f}" if op.flops else f"{row.gbps:.0f}"
+            kernels = row.kernels
+            cells += [
+                f"{row.us:.1f}", f"{row.us_low:.1f}-{row.us_high:.1f}", rate, f"{100 * row.of_roofline:.0f}%",
+                f"{first / row.us:.1f}x" if first else "",
+                "+".join(str(k.registers) for k in kernels) + (" [red]spills[/red]" if any(k.local for k in kernels) else ""),
+                "+".join(f"{k.shared}" for k in kernels), "+".join(f"{100 * k.occupancy:.0f}%" for k in kernels),
+            ]  # fmt: skip
+        table.add_row(*cells)
+    console.print(table)
+
+
+def verdict(row) -> str:
+    errors = ", ".join(f"{name} {error:.1e}" for name, error in row.errors.items())
+    return f"[green]{errors}[/green]" if row.right else f"[bold red]WRONG: {errors}[/bold red]"
+
+
+def list_versions(ops: list) -> None:
+    console = Console(highlight=False)
+    for op in ops:
+        console.print(f"[bold]{op.name}[/bold]({', '.join(op.arguments)})")
+        for version in op.versions.values():
+            notes = (
+                [] if version.precision == "fp32" else [{"tf32": "TF32", "either": "fp32 or TF32"}[version.precision]]
+            )
+            notes += [] if version.repeatable else ["not repeatable to the bit"]
+            console.print(
+                f"  {version.number:3}  {version.description}" + (f" [dim]({', '.join(notes)})[/dim]" if notes else "")
+            )
+
+
+def load_file(op, file: str) -> None:
+    """Registers the function of the op's name in this file as one more version."""
+    if not Path(file).is_file():
+        stop(f"{file}: no such file; --template {file} writes one to start from")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    launcher = getattr(module, op.name, None)
+    if not callable(launcher):
+        stop(f"{file} has no function {op.name}({', '.join(op.arguments)}); --template FILE writes one to start from")
+    op.version(YOURS, f"{Path(file).name}")(launcher)
+
+
+def write_template(op, file: str) -> None:
+    """Version 1 of the op as a file of its own."""
+    from kernels.template import standing_alone
+
+    if Path(file).exists():
+        stop(f"{file} is there already: name another file")
+    Path(file).write_text(standing_alone(op.versions[min(n for n in op.versions if n)]))
+    print(f"wrote {file}: change it, then run with --file {file}")
+
+
+def in_one_line(error: Exception) -> str:
+    """Numba's errors fill a screen. What matters is where in the kernel it is, and the sentence."""
+    text = str(error)
+    places = re.findall(r'File "([^"]+)", line (\d+)', text)
+    mine = [(file, line) for file, line in places if "site-packages" not in file]
+    sentences = [
+        line.strip()
+        for line in text.splitlines()
+        if line.strip() and not line.startswith(("File ", "-", "During", "\x1b"))
+    ]
+    what = next((line for line in sentences if not line.startswith("Failed in")), type(error).__name__)
+    where = f"{Path(mine[-1][0]).name}:{mine[-1][1]}: " if mine else ""
+    more = " (--verbose shows all of it)" if len(sentences) > 1 else ""
+    return f"{where}{what}{more}"

@@ -1,0 +1,47 @@
+"""Plots of ladders: the time of every version, and the roofline below which none can fall."""
+
+from pathlib import Path
+
+
+def plot_ladder(rows: list, file: str | Path, title: str = "") -> None:
+    """One panel an op: microseconds a version on a logarithmic scale; the dashed line is what bytes and FLOPs allow."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("error: plots need matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    timed = [row for row in rows if row.us]
+    if not timed:
+        raise SystemExit("error: nothing was timed, so there is nothing to plot: that takes a GPU")
+    ops = list(dict.fromkeys(row.op for row in timed))
+    plt.rcParams.update({"font.family": "sans-serif", "font.size": 10, "svg.hashsalt": "llm.numba"})
+    figure, axes = plt.subplots(len(ops), 1, figsize=(7, 2.9 * len(ops)), squeeze=False, constrained_layout=True)
+    for axis, op in zip(axes[:, 0], ops, strict=True):
+        ladder = [row for row in timed if row.op == op]
+        names = [str(row.version) for row in ladder]
+        bars = axis.bar(
+            names, [row.us for row in ladder], color=["#b0b7c3" if row.version == 0 else "#4878d0" for row in ladder]
+        )
+        axis.bar_label(bars, [f"{row.us:.3g}" for row in ladder], fontsize=8, padding=1)
+        floor = min(row.us * row.of_roofline for row in ladder)
+        axis.axhline(floor, color="#d65f5f", linestyle="--", linewidth=1)
+        axis.annotate(
+            f"roofline {floor:.3g} us",
+            (1, floor),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+            color="#d65f5f",
+        )
+        axis.set_yscale("log")
+        axis.set_ylim(bottom=floor / 2)
+        sizes = ", ".join(f"{name}={size}" for name, size in ladder[0].shape.items())
+        axis.set(title=f"{op} ({sizes})", ylabel="us (log scale)", xlabel="version")
+        axis.spines[["top", "right"]].set_visible(False)
+    if title:
+        figure.suptitle(title)
+    figure.savefig(file, metadata={"Date": None} if str(file).endswith(".svg") else None, dpi=150)
+    plt.close(figure)
