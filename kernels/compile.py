@@ -132,4 +132,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from kernels import compile as module  # the one that device.py knows; this is a second copy
+
+    module.main()
