@@ -54,7 +54,8 @@ def download(
     except urllib.error.HTTPError as error:
         raise DataError(f"cannot download {url} (HTTP {error.code} {error.reason}): try later{otherwise}") from None
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        reason = getattr(error, "reason", error)  # a URLError wraps what happened
+        reason = getattr(reason, "strerror", None) or reason
         raise DataError(
             f"cannot download {url} to {shown(path)} ({reason}): run it again to go on{otherwise}"
         ) from None

@@ -145,5 +145,5 @@ def run_script(main: Callable[[], None]) -> None:
     except DataError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("\nstopped: no half-written file is left, run it again to go on", file=sys.stderr)
+        print("\nstopped: run it again to go on", file=sys.stderr)
         sys.exit(130)

@@ -28,7 +28,7 @@ from data.checkpoint import (
     write_debug_state,
 )
 from data.download import download
-from data.files import TOKENS, DataError, check_tokens, read_tokens, replacing, write_tokens
+from data.files import TOKENS, DataError, check_tokens, read_tokens, replacing, run_script, write_tokens
 from data.loader import DataLoader
 from data.tokenizer import VOCAB_SIZE, decode, decode_bytes, encode, encoding, read_tokenizer, write_tokenizer
 
@@ -93,6 +93,10 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_place():
     check_tokens(np.array([0, 999], np.uint16), 1000, "t.bin")
     with pytest.raises(DataError, match="t.bin: token 1000 at position 2 is outside .* vocabulary of 1,000"):
         check_tokens(np.array([0, 999, 1000, 2000], np.uint16), 1000, "t.bin")
+    tokens = np.zeros(20_000_000, np.uint16)
+    tokens[19_000_000] = 1000
+    with pytest.raises(DataError, match="token 1000 at position 19,000,000 is outside"):
+        check_tokens(tokens, 1000, "t.bin")
 
 
 @pytest.mark.parametrize("tokens", [[], [-1], [65536]])
@@ -274,11 +278,11 @@ def test_any_text_comes_back():
 
 def test_the_tokenizer_needs_no_network_and_is_there_in_a_second():
     code = (
-        "import socket, time; start = time.perf_counter()\n"
+        "import socket, time\n"
         "def refuse(*args): raise OSError\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
         "from data.tokenizer import encode\n"
-        "print(encode('Hello world'), time.perf_counter() - start)"
+        "print(encode('Hello world'), time.process_time())"
     )
     tokens, _, seconds = run("-c", code).stdout.strip().rpartition(" ")
     assert tokens == "[15496, 995]"
@@ -443,6 +447,16 @@ def test_a_missing_data_set_names_the_command_that_makes_it(tmp_path):
         corpus.require(tmp_path / "pydoc_topics")
 
 
+def test_ctrl_c_ends_a_script_in_one_line(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        run_script(main)
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "\nstopped: run it again to go on\n"
+
+
 # ---- the download
 
 BODY = np.random.default_rng(0).integers(0, 256, 300_000, dtype=np.uint8).tobytes()
@@ -527,9 +541,11 @@ def test_a_server_that_stops_or_drips_is_given_up_in_time(server, tmp_path):
     start = time.monotonic()
     with pytest.raises(DataError, match="timed out"):
         download(f"{server.url}/hang", tmp_path / "f", stall=0.3, quiet=True)
-    with pytest.raises(DataError, match=r"stopped after 0.4 s with 10\d,000 of 300,000 bytes.*: run it again to go on"):
-        download(f"{server.url}/slow", tmp_path / "f", limit=0.4, quiet=True)
-    assert time.monotonic() - start < 2
+    with pytest.raises(
+        DataError, match=r"stopped after 0.8 s with 1\d\d,000 of 300,000 bytes.*: run it again to go on"
+    ):
+        download(f"{server.url}/slow", tmp_path / "f", limit=0.8, quiet=True)
+    assert time.monotonic() - start < 5
     assert server.ranges == [None, "bytes=100000-"]
 
 
@@ -547,6 +563,16 @@ def test_errors_name_the_url_and_the_way_round(server, tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(DataError, match="No such file or directory"):
         download(f"{server.url}/file", tmp_path / "none" / "f", quiet=True)
+
+
+def test_no_network_is_said_plainly(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setenv("no_proxy", "*")
+    with pytest.raises(DataError, match=r"http://example.org/ to .*f \(Name or service not known\): run it again"):
+        download("http://example.org/", tmp_path / "f", quiet=True)
 
 
 def test_two_downloads_do_not_write_one_file(server, tmp_path):
@@ -598,7 +624,7 @@ def test_pythons_help_topics_are_taken_where_it_cannot_be(empty_data_folder, ser
     monkeypatch.setattr(tinyshakespeare, "URL", server.url + fault)
     start = time.monotonic()
     assert corpus.default_prefix(seconds=0.5) == ("pydoc_topics", "tiny_shakespeare unreachable")
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 5
     assert capsys.readouterr() == ("", "")
     train, val = corpus.require("pydoc_topics")
     DataLoader(train, B=4, T=1024, vocab_size=VOCAB_SIZE)
