@@ -18,7 +18,7 @@ import math
 import numpy as np
 
 import cpu_reference
-from kernels.device import WARP, ceil_div, cuda, float32, load4, load4_streaming, multiprocessors, need, store4
+from kernels.device import WARP, ceil_div, cuda, float32, load4_readonly, load4_streaming, multiprocessors, need, store4
 from kernels.op import Op
 from kernels.reduce import block_sum2, warp_sum, warp_sum2
 
@@ -248,8 +248,8 @@ def make_layernorm_forward_kernel6(C):
         for k in range(pieces):
             c = 4 * (lane + WARP * k)
             if c < C:
-                w0, w1, w2, w3 = load4(weight, c)
-                b0, b1, b2, b3 = load4(bias, c)
+                w0, w1, w2, w3 = load4_readonly(weight, c)
+                b0, b1, b2, b3 = load4_readonly(bias, c)
                 x0, x1, x2, x3 = (x[k, 0] - m) * s, (x[k, 1] - m) * s, (x[k, 2] - m) * s, (x[k, 3] - m) * s
                 store4(out, base + c, x0 * w0 + b0, x1 * w1 + b1, x2 * w2 + b2, x3 * w3 + b3)
         if lane == 0:
@@ -268,3 +268,67 @@ def layernorm_forward6(out, mean, rstd, inp, weight, bias, *, block_size=128, st
         return
     blocks = ceil_div(N, whole_warps(block_size))
     make_layernorm_forward_kernel6(C)[blocks, block_size, stream](out, mean, rstd, inp, weight, bias)
+
+
+WARPS7 = 16  # a multiprocessor's, 128 registers a thread: each has a row on the way from memory and one at work
+
+
+@functools.cache
+def make_layernorm_forward_kernel7(C):
+    pieces = ceil_div(C, 4 * WARP)
+
+    @cuda.jit(cache=True, fastmath=True, launch_bounds=(128, WARPS7 // 4))
+    def layernorm_forward_kernel7(out, mean, rstd, inp, weight, bias):
+        w, b = cuda.local.array((pieces, 4), float32), cuda.local.array((pieces, 4), float32)
+        x, ahead = cuda.local.array((pieces, 4), float32), cuda.local.array((pieces, 4), float32)
+        lane, row, warps = cuda.threadIdx.x & 31, cuda.grid(1) // WARP, cuda.gridsize(1) // WARP
+        N = inp.shape[0]
+        if row >= N:
+            return
+        for k in range(pieces):
+            c = 4 * (lane + WARP * k)
+            if c < C:
+                ahead[k, 0], ahead[k, 1], ahead[k, 2], ahead[k, 3] = load4_streaming(inp, row * C + c)
+                w[k, 0], w[k, 1], w[k, 2], w[k, 3] = load4_readonly(weight, c)
+                b[k, 0], b[k, 1], b[k, 2], b[k, 3] = load4_readonly(bias, c)
+        while row < N:
+            m = float32(0)
+            for k in range(pieces):
+                c = 4 * (lane + WARP * k)
+                if c < C:
+                    for j in range(4):
+                        x[k, j] = ahead[k, j]
+                        m += x[k, j]
+                    if row + warps < N:
+                        ahead[k, 0], ahead[k, 1], ahead[k, 2], ahead[k, 3] = load4_streaming(inp, (row + warps) * C + c)
+            m = warp_sum(m) / float32(C)
+            v = float32(0)
+            for k in range(pieces):
+                if 4 * (lane + WARP * k) < C:
+                    for j in range(4):
+                        x[k, j] -= m
+                        v += x[k, j] * x[k, j]
+            s = float32(1) / math.sqrt(warp_sum(v) / float32(C) + EPS)
+            for k in range(pieces):
+                c = 4 * (lane + WARP * k)
+                if c < C:
+                    for j in range(4):
+                        x[k, j] = x[k, j] * s * w[k, j] + b[k, j]
+                    store4(out, row * C + c, x[k, 0], x[k, 1], x[k, 2], x[k, 3])
+            if lane == 0:
+                mean[row] = m
+                rstd[row] = s
+            row += warps
+
+    return layernorm_forward_kernel7
+
+
+@layernorm_forward.version(7, "warps that stay: weight and bias in registers, the next row on its way")
+def layernorm_forward7(out, mean, rstd, inp, weight, bias, *, stream=0):
+    """Rows longer than 768 leave too few registers for weight and bias: they go the way of version 6."""
+    N, C = inp.shape
+    if C % 4 or C > 768:
+        layernorm_forward6(out, mean, rstd, inp, weight, bias, stream=stream)
+        return
+    blocks = min(ceil_div(N, 4), WARPS7 // 4 * multiprocessors())
+    make_layernorm_forward_kernel7(C)[blocks, 128, stream](out, mean, rstd, inp, weight, bias)
