@@ -9,9 +9,7 @@ import numpy as np
 from kernels.target import SIMULATE, TARGET
 
 if SIMULATE:
-    from numpy import float32, float64, int32, int64, uint32, uint64
-
-    from kernels.simulator import cuda
+    from kernels.simulator import cuda, float32, float64, int32, int64, uint32, uint64
 else:
     from numba import cuda, float32, float64, int32, int64, uint32, uint64
 

@@ -18,9 +18,8 @@ import numpy as np
 from kernels.target import SIMULATE
 
 if SIMULATE:
-    from numpy import float32, int32, int64, uint32, uint64
-
     from kernels import simulator
+    from kernels.simulator import float32, int32, int64, uint32, uint64
 else:
     from llvmlite import ir
     from numba.cuda import types
@@ -193,11 +192,11 @@ def _store(width: int):
 
 def _elements(array, i: int, count: int):
     """The simulator's view of `count` neighbouring elements, which must be there and aligned."""
-    flat = array if array.ndim == 1 else array.reshape(-1)
-    if i < 0 or i + count > flat.size:
-        raise IndexError(f"elements {i} to {i + count - 1} are out of bounds for an array of {flat.size}")
-    view = flat[i : i + count]
-    if not array.flags.c_contiguous:
+    data = array.data
+    if i < 0 or i + count > array.size:
+        raise IndexError(f"elements {i} to {i + count - 1} are out of bounds for an array of {array.size}")
+    view = (data if data.ndim == 1 else data.reshape(-1))[i : i + count]
+    if not data.flags.c_contiguous:
         raise simulator.SimulatorError(f"an array with strides {array.strides} is not C-contiguous")
     if view.ctypes.data % view.nbytes:
         raise simulator.SimulatorError(
@@ -259,7 +258,7 @@ def load4_readonly(array, i):
 )
 def atomic_add4(array, i, a, b, c, d):
     """Add to four neighbouring float32, each atomically; compute capability 9.0. (PTX ISA, red: .vec_32_bit)"""
-    _elements(array, i, 4)[:] += np.array([a, b, c, d], float32)
+    _elements(array, i, 4)[:] += np.array([a, b, c, d], np.float32)
 
 
 # Approximate mathematics ----------------------------------------------------------------------------------------------
@@ -292,7 +291,7 @@ def rcp_approx(x):
 @ptx("rsqrt.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,), pure=True)
 def rsqrt_approx(x):
     """1 / sqrt(x), relative error at most 2^-22.9. (PTX ISA, rsqrt) The simulator's is exact."""
-    return float32(1 / np.sqrt(np.float64(x)))
+    return np.float32(1 / np.sqrt(np.float64(x)))
 
 
 # Shuffles in segments of a warp ---------------------------------------------------------------------------------------
@@ -305,25 +304,29 @@ _SEGMENT = "{.reg .b32 c; sub.s32 c, 32, $4; shl.b32 c, c, 8; %s shfl.sync.%s.b3
 @ptx(_SEGMENT % ("or.b32 c, c, 31;", "idx"), returns=float32, takes=(uint32, float32, int32, int32), collective=True)
 def shfl_width(mask, value, src_lane, width):
     """The value of lane src_lane (modulo width) of one's own segment."""
-    return simulator.shuffle("shfl_width", mask, value, src_lane, width)
+    first = simulator.laneid & -width
+    return simulator.shuffle("shfl_width", mask, value, first | src_lane & (width - 1))
 
 
 @ptx(_SEGMENT % ("", "up"), returns=float32, takes=(uint32, float32, int32, int32), collective=True)
 def shfl_up_width(mask, value, delta, width):
     """The value of the lane `delta` below, in one's own segment; else one's own value."""
-    return simulator.shuffle("shfl_up_width", mask, value, delta, width)
+    lane = simulator.laneid
+    return simulator.shuffle("shfl_up_width", mask, value, lane - (delta & 31), first=lane & -width)
 
 
 @ptx(_SEGMENT % ("or.b32 c, c, 31;", "down"), returns=float32, takes=(uint32, float32, int32, int32), collective=True)
 def shfl_down_width(mask, value, delta, width):
     """The value of the lane `delta` above, in one's own segment; else one's own value."""
-    return simulator.shuffle("shfl_down_width", mask, value, delta, width)
+    lane = simulator.laneid
+    return simulator.shuffle("shfl_down_width", mask, value, lane + (delta & 31), last=lane | width - 1)
 
 
 @ptx(_SEGMENT % ("or.b32 c, c, 31;", "bfly"), returns=float32, takes=(uint32, float32, int32, int32), collective=True)
 def shfl_xor_width(mask, value, lane_mask, width):
     """The value of lane (own ^ lane_mask), if that is no later segment's; else one's own value."""
-    return simulator.shuffle("shfl_xor_width", mask, value, lane_mask, width)
+    lane = simulator.laneid
+    return simulator.shuffle("shfl_xor_width", mask, value, lane ^ lane_mask & 31, last=lane | width - 1)
 
 
 # Tensor cores ---------------------------------------------------------------------------------------------------------
@@ -332,10 +335,10 @@ def shfl_xor_width(mask, value, lane_mask, width):
 @ptx("cvt.rna.tf32.f32 $0, $1;", returns=TF32, takes=(float32,), pure=True)
 def to_tf32(x):
     """x rounded to TF32, 10 bits of mantissa, ties away from zero; compute capability 8.0. (PTX ISA, cvt: .rna.tf32)"""
-    bits = int(float32(x).view(uint32))
+    bits = int(np.float32(x).view(np.uint32))
     if bits & 0x7F800000 != 0x7F800000:  # not infinity, not NaN
         bits = bits + 0x1000 & 0xFFFFE000
-    return uint32(bits).view(float32)
+    return np.uint32(bits).view(np.float32)
 
 
 _MMA = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
@@ -362,15 +365,15 @@ def mma_tf32(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1):
 def _mma(lanes):
     if len(lanes) < 32:
         raise simulator.SimulatorError(f"mma_tf32 needs all 32 lanes of a warp, {len(lanes)} are left")
-    a, b, c = np.empty((16, 8), float32), np.empty((8, 8), float32), np.empty((16, 8), float32)
+    a, b, c = (np.empty(shape, np.float32) for shape in ((16, 8), (8, 8), (16, 8)))
     for lane, values in lanes.items():
         g, t = divmod(lane, 4)
         c[g, 2 * t], c[g, 2 * t + 1], c[g + 8, 2 * t], c[g + 8, 2 * t + 1] = values[:4]
         a[g, t], a[g + 8, t], a[g, t + 4], a[g + 8, t + 4] = values[4:8]
         b[t, g], b[t + 4, g] = values[8:]
     for operand in (a, b):
-        operand.view(uint32)[:] &= uint32(0xFFFFE000)
-    return (a.astype(np.float64) @ b + c).astype(float32)
+        operand.view(np.uint32)[:] &= np.uint32(0xFFFFE000)
+    return (a.astype(np.float64) @ b + c).astype(np.float32)
 
 
 @ptx(

@@ -41,41 +41,62 @@ class SimulatorError(RuntimeError):
 # Arrays ---------------------------------------------------------------------------------------------------------------
 
 
-class Array(np.ndarray):
-    """An array as a kernel sees it: a negative index is an error. (NumPy itself refuses those past the end.)"""
+class Array:
+    """An array as a kernel sees it: a negative index is an error. (NumPy itself refuses those past the end.)
 
-    def __getitem__(self, index, get=np.ndarray.__getitem__):
+    It holds a NumPy array rather than being one: Python calls `__getitem__` of a subclass of ndarray half as fast.
+    """
+
+    __slots__ = ("data", "ndim", "shape", "size")
+
+    def __init__(self, data: np.ndarray):
+        self.data, self.ndim, self.shape, self.size = data, data.ndim, data.shape, data.size
+
+    def __getitem__(self, index):
         if index.__class__ is int:
             if index < 0:
                 _refuse(index)
         else:
             _check(index)
-        return get(self, index)
+        value = self.data[index]
+        return Array(value) if value.__class__ is np.ndarray else value
 
-    def __setitem__(self, index, value, set=np.ndarray.__setitem__):
+    def __setitem__(self, index, value):
         if index.__class__ is int:
             if index < 0:
                 _refuse(index)
         else:
             _check(index)
-        set(self, index, value)
+        self.data[index] = value.data if isinstance(value, Array) else value
 
-    def view(self, dtype):
-        return checked(np.asarray(self).view(dtype))
+    def __len__(self):
+        return self.shape[0]
+
+    def __getattr__(self, name):
+        """Whatever else an array has: dtype, strides, reshape(...), view(...)."""
+        value = getattr(self.data, name)
+        return (lambda *args, **options: checked(value(*args, **options))) if callable(value) else checked(value)
 
 
 class IntArray(Array):
     """Integers load as Python's, which do not overflow, and wrap round when they are stored, as in C."""
 
+    __slots__ = ()
+
     def __getitem__(self, index):
-        value = Array.__getitem__(self, index)
-        return value if isinstance(value, np.ndarray) else int(value)
+        if index.__class__ is int:
+            if index < 0:
+                _refuse(index)
+        else:
+            _check(index)
+        value = self.data[index]
+        return IntArray(value) if value.__class__ is np.ndarray else int(value)
 
     def __setitem__(self, index, value):
         try:
             Array.__setitem__(self, index, value)
         except OverflowError:
-            Array.__setitem__(self, index, np.array(value & 0xFFFFFFFFFFFFFFFF, np.uint64).astype(self.dtype))
+            self.data[index] = np.array(value & 0xFFFFFFFFFFFFFFFF, np.uint64).astype(self.data.dtype)
 
 
 def _check(index):
@@ -89,9 +110,9 @@ def _refuse(index):
 
 
 def checked(value):
-    """A kernel's argument as the kernel sees it: arrays become views whose indices are checked."""
+    """A kernel's argument as the kernel sees it: an array's indices are checked."""
     if isinstance(value, np.ndarray):
-        return value.view(IntArray if value.dtype.kind in "iu" else Array)
+        return (IntArray if value.dtype.kind in "iu" else Array)(value)
     if isinstance(value, np.integer):
         return int(value)
     return tuple(map(checked, value)) if isinstance(value, tuple) else value
@@ -104,14 +125,14 @@ def _dtype(dtype) -> np.dtype:
         return np.dtype(str(dtype))  # numba.float32
 
 
-def _poisoned(shape, dtype, alignment) -> Array:
+def _poisoned(shape, dtype, alignment) -> np.ndarray:
     """A new array of poison, which is aligned as asked and no better, so that a vector access that was just lucky shows."""
     dtype = _dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     memory = np.full(size // 4 + 129, POISON, np.uint32)
     start = (alignment or dtype.itemsize) - memory.ctypes.data % 256
     start += 256 * (start < 0)
-    return checked(memory.view(np.uint8)[start : start + size].view(dtype).reshape(shape))
+    return memory.view(np.uint8)[start : start + size].view(dtype).reshape(shape)
 
 
 def _shape(shape) -> tuple:
@@ -128,9 +149,9 @@ def _shared_array(shape, dtype, alignment=None):
     if place not in arrays:
         if shape == (0,):
             size = _launch.dynamic_bytes // _dtype(dtype).itemsize * _dtype(dtype).itemsize
-            arrays[place] = checked(np.asarray(_launch.dynamic)[:size].view(_dtype(dtype)))
+            arrays[place] = checked(_launch.dynamic[:size].view(_dtype(dtype)))
         else:
-            arrays[place] = _poisoned(shape, dtype, alignment)
+            arrays[place] = checked(_poisoned(shape, dtype, alignment))
             _launch.static_bytes += arrays[place].nbytes
             if _launch.static_bytes > STATIC_SHARED_LIMIT:
                 raise SimulatorError(
@@ -140,18 +161,56 @@ def _shared_array(shape, dtype, alignment=None):
 
 
 def _local_array(shape, dtype, alignment=None):
-    return _poisoned(_shape(shape), dtype, alignment)
+    return checked(_poisoned(_shape(shape), dtype, alignment))
 
 
 def _constant_array(array):
-    array = checked(np.asarray(array))
+    array = np.asarray(array).view()
     array.flags.writeable = False
-    return array
+    return checked(array)
 
 
 shared = SimpleNamespace(array=_shared_array)
 local = SimpleNamespace(array=_local_array)
 const = SimpleNamespace(array_like=_constant_array)
+
+
+# A bare np.float32(x) takes 0.7 us. These are called as Numba's types are, and may be named as the type of an array.
+
+
+def float32(x=0.0):
+    if x.__class__ is np.float32:
+        return x
+    if x.__class__ is float or x.__class__ is int:
+        return _ONE * x
+    return np.float32(x)
+
+
+_ONE = np.float32(1)
+
+
+def float64(x=0.0):
+    return float(x)
+
+
+def int32(x=0):
+    return (int(x) + 2**31 & 0xFFFFFFFF) - 2**31
+
+
+def uint32(x=0):
+    return int(x) & 0xFFFFFFFF
+
+
+def int64(x=0):
+    return (int(x) + 2**63 & 0xFFFFFFFFFFFFFFFF) - 2**63
+
+
+def uint64(x=0):
+    return int(x) & 0xFFFFFFFFFFFFFFFF
+
+
+for _type in (float32, float64, int32, uint32, int64, uint64):
+    _type.dtype = np.dtype(_type.__name__)
 
 
 # Threads, and who runs next -------------------------------------------------------------------------------------------
@@ -193,6 +252,7 @@ class Launch:
         self.threads, self.warps = [], []
         for z, y, x in itertools.product(range(block.z), range(block.y), range(block.x)):
             thread = Thread(x, y, z)
+            thread.greenlet = None
             thread.lane = len(self.threads) % warpsize
             if thread.lane == 0:
                 self.warps.append(Warp())
@@ -210,16 +270,12 @@ class Launch:
         for warp in self.warps:
             warp.live = (1 << len(warp.threads)) - 1
             warp.waiting = {}
-        self.next_greenlet().switch()
+        while self.failure is None and self.fresh.__length_hint__():
+            (self.idle.pop() if self.idle else greenlet(self.work)).switch()  # from here, or their stacks would nest
         if self.failure is None and any(warp.live for warp in self.warps):
             self.failure = self.deadlock()
         if self.failure is not None:
             raise self.explain(*self.failure)
-
-    def next_greenlet(self):
-        if self.ready:
-            return self.ready.popleft().greenlet
-        return self.idle.pop() if self.idle else greenlet(self.work, self.hub)
 
     def work(self):
         """A greenlet's life: a thread of the block after the other. Those that never wait all run in the first one."""
@@ -252,8 +308,7 @@ class Launch:
 
     def stop(self):
         """Unwind the greenlets that still wait, and those that are idle."""
-        suspended = {thread.greenlet for thread in self.threads} | set(self.idle)
-        for one in suspended - {None}:
+        for one in {thread.greenlet for thread in self.threads if thread.greenlet} | set(self.idle):
             one.throw()
 
     def deadlock(self):
@@ -340,10 +395,10 @@ def _become(thread):
     threadIdx.x, threadIdx.y, threadIdx.z = thread.x, thread.y, thread.z
 
 
-def _wait(thread, *waits):
+def _wait(thread, kind, operation, number):
     """Let others run until one of them puts this thread among the ready."""
-    thread.waits = waits
-    _launch.next_greenlet().switch()
+    thread.waits = (kind, operation, number)
+    (_launch.ready.popleft().greenlet if _launch.ready else _launch.hub).switch()
     _become(thread)
 
 
@@ -388,7 +443,7 @@ def block_state() -> dict:
 
 
 def is_shared(array) -> bool:
-    return any(np.may_share_memory(array, one) for one in _launch.shared.values())
+    return any(np.may_share_memory(array, one.data) for one in _launch.shared.values())
 
 
 # Launching ------------------------------------------------------------------------------------------------------------
@@ -456,7 +511,7 @@ def _use_float32_math(function):
 
 def _ieee(name):
     """A function of Python's math that gives float32 for float32, and infinity or NaN where Python raises."""
-    function, vectorized = getattr(math, name), getattr(np, name)
+    function, vectorized = getattr(math, name), getattr(np, name, None)
 
     @functools.wraps(function)
     def call(x, *rest):
@@ -464,16 +519,17 @@ def _ieee(name):
             y = function(x, *rest)
         except (ValueError, OverflowError):
             y = float(vectorized(x, *rest))
-        return np.float32(y) if x.__class__ is np.float32 else y
+        return np.float32(y) if x.__class__ is np.float32 and (not rest or rest[0].__class__ is np.float32) else y
 
     return call
 
 
 float32_math = SimpleNamespace(**vars(math))
-for _name in "acos asin atan cos cosh exp expm1 fabs log log10 log1p log2 sin sinh sqrt tan tanh".split():
+for _name in (
+    "acos acosh asin asinh atan atan2 atanh copysign cos cosh erf erfc exp expm1 fabs fmod hypot log log10 log1p "
+    "log2 pow sin sinh sqrt tan tanh"
+).split():
     setattr(float32_math, _name, _ieee(_name))
-float32_math.erf = lambda x: np.float32(math.erf(x)) if x.__class__ is np.float32 else math.erf(x)
-float32_math.erfc = lambda x: np.float32(math.erfc(x)) if x.__class__ is np.float32 else math.erfc(x)
 
 
 # What a kernel calls --------------------------------------------------------------------------------------------------
@@ -528,48 +584,38 @@ def syncwarp(mask=FULL_MASK):
     exchange("syncwarp", mask, None)
 
 
-def lane_value(lanes: dict, mask: int, source: int, own):
-    """What a shuffle reads in lane `source`. A lane that the mask leaves out holds something undefined (PTX ISA,
-    shfl.sync): poison."""
+def shuffle(operation: str, mask: int, value, source: int, first: int = 0, last: int = 31):
+    """The value that lane `source` brings, if that lies in first..last, else one's own (PTX ISA, shfl.sync). A lane that
+    the mask leaves out brings something undefined: poison."""
+    lanes = exchange(operation, mask, value)
+    if not first <= source <= last:
+        return value
     if source in lanes:
         return lanes[source]
     if mask >> source & 1:
-        raise SimulatorError(f"a shuffle reads lane {source}, which has exited (or is past the end of the block)")
-    return POISON if isinstance(own, int) else type(own)("nan")
+        raise SimulatorError(
+            f"{operation}: lane {laneid} reads lane {source}, which has exited (or the block has no such thread)"
+        )
+    return POISON if isinstance(value, int) else type(value)("nan")
 
 
-def shuffle(operation: str, mask: int, value, step: int, width: int = 32):
-    """The four kinds of shfl.sync, as the PTX ISA has them. Only the low five bits of the step count; a source outside of
-    the lane's segment of `width` lanes gives the lane its own value."""
-    lanes = exchange(operation, mask, value)
-    lane, step = laneid, step & 31
-    first = lane & -width
-    if "_up" in operation:
-        source = lane - step
-    elif "_down" in operation:
-        source = lane + step
-    elif "_xor" in operation:
-        source = lane ^ step
-    else:
-        source = first | step & (width - 1)
-    outside = source < first if "_up" in operation else source >= first + width
-    return value if outside else lane_value(lanes, mask, source, value)
+# The hardware looks at the low five bits of a shuffle's step only.
 
 
 def shfl_sync(mask, value, src_lane):
-    return shuffle("shfl_sync", mask, value, src_lane)
+    return shuffle("shfl_sync", mask, value, src_lane & 31)
 
 
 def shfl_up_sync(mask, value, delta):
-    return shuffle("shfl_up_sync", mask, value, delta)
+    return shuffle("shfl_up_sync", mask, value, laneid - (delta & 31))
 
 
 def shfl_down_sync(mask, value, delta):
-    return shuffle("shfl_down_sync", mask, value, delta)
+    return shuffle("shfl_down_sync", mask, value, laneid + (delta & 31))
 
 
 def shfl_xor_sync(mask, value, lane_mask):
-    return shuffle("shfl_xor_sync", mask, value, lane_mask)
+    return shuffle("shfl_xor_sync", mask, value, laneid ^ (lane_mask & 31))
 
 
 def all_sync(mask, predicate) -> bool:
@@ -584,13 +630,9 @@ def eq_sync(mask, predicate) -> bool:
     return len(set(map(bool, exchange("eq_sync", mask, predicate).values()))) == 1
 
 
-def _int32(bits: int) -> int:
-    """Numba types these results as int32: bit 31 is the sign."""
-    return (bits & FULL_MASK ^ 1 << 31) - (1 << 31)
-
-
 def _lanes_where(lanes: dict, condition) -> int:
-    return _int32(sum(1 << lane for lane, value in lanes.items() if condition(value)))
+    """Numba types such masks as int32: bit 31 is the sign."""
+    return int32(sum(1 << lane for lane, value in lanes.items() if condition(value)))
 
 
 def ballot_sync(mask, predicate) -> int:
