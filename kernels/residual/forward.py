@@ -1,12 +1,14 @@
 """Residual connection: out = inp1 + inp2. (Fused with the layernorm that follows it: kernels/layernorm.)
 
 version 1: a thread an element
+version 2: a thread four neighbouring elements, 16 bytes a load and a store: a quarter of the memory instructions
+version 3: four independent 16-byte loads a thread, issued before the first is needed: more bytes on their way
 """
 
 import numpy as np
 
 import cpu_reference
-from kernels.device import ceil_div, cuda
+from kernels.device import ceil_div, cuda, load4, load4_streaming, store4
 from kernels.op import Op
 
 residual_forward = Op(
@@ -32,3 +34,47 @@ def residual_forward_kernel1(out, inp1, inp2):
 def residual_forward1(out, inp1, inp2, *, block_size=256, stream=0):
     """out, inp1, inp2: float32 (N,) on the device."""
     residual_forward_kernel1[ceil_div(out.size, block_size), block_size, stream](out, inp1, inp2)
+
+
+@cuda.jit(device=True, cache=True)
+def add4(a, b):
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+
+
+@cuda.jit(cache=True, fastmath=True)
+def residual_forward_kernel2(out, inp1, inp2):
+    i = 4 * cuda.grid(1)
+    if i + 3 < out.size:
+        store4(out, i, *add4(load4(inp1, i), load4(inp2, i)))
+    else:
+        for j in range(i, out.size):  # the last one to three
+            out[j] = inp1[j] + inp2[j]
+
+
+@residual_forward.version(2, "16-byte loads and stores")
+def residual_forward2(out, inp1, inp2, *, block_size=256, stream=0):
+    """out, inp1, inp2: float32 (N,) on the device, 16-byte aligned."""
+    residual_forward_kernel2[ceil_div(out.size, 4 * block_size), block_size, stream](out, inp1, inp2)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def residual_forward_kernel3(out, inp1, inp2):
+    step = 4 * cuda.blockDim.x
+    start = cuda.blockIdx.x * 2 * step  # a block owns two rounds of its threads
+    i = start + 4 * cuda.threadIdx.x
+    if start + 2 * step <= out.size:
+        a0 = load4_streaming(inp1, i)
+        b0 = load4_streaming(inp2, i)
+        a1 = load4_streaming(inp1, i + step)
+        b1 = load4_streaming(inp2, i + step)
+        store4(out, i, *add4(a0, b0))
+        store4(out, i + step, *add4(a1, b1))
+    else:
+        for j in range(start + cuda.threadIdx.x, out.size, cuda.blockDim.x):
+            out[j] = inp1[j] + inp2[j]
+
+
+@residual_forward.version(3, "four independent 16-byte loads a thread")
+def residual_forward3(out, inp1, inp2, *, block_size=128, stream=0):
+    """out, inp1, inp2: float32 (N,) on the device, 16-byte aligned."""
+    residual_forward_kernel3[ceil_div(out.size, 8 * block_size), block_size, stream](out, inp1, inp2)
