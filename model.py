@@ -372,6 +372,11 @@ class GPT2:
         self.forward(padded)
         return self.backend.download(self.acts.logits[n - 1])[: self.config.vocab_size]
 
+    def close(self) -> None:
+        """Gives the memory back: of the model nothing is left to use."""
+        self.backend.forget()
+        self.__dict__.clear()
+
     def first_nonfinite(self) -> str:
         """Which tensor of the last step, in the order of computation, is the first to hold a NaN or an infinity."""
         places = [("activation", self.acts)] + ([("gradient of parameter", self.grads)] if self.grads else [])

@@ -158,7 +158,8 @@ def print_table(op, shape: dict, rows: list) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     sizes = ", ".join(f"{name} = {size}" for name, size in shape.items())
     where = "no GPU here: checked in the simulator, on a small problem" if SIMULATE else card()["card"]
-    table = Table(title=f"{op.name}, {sizes} ({where})", title_justify="left", title_style="bold")
+    console.print(f"[bold]{op.name}[/bold], {sizes} [dim]({where})[/dim]", soft_wrap=True)
+    table = Table()
     swept = len({row.block_size for row in rows}) > 1
     table.add_column("block size" if swept else "version", justify="right")
     table.add_column("what it does", ratio=1)

@@ -74,6 +74,7 @@ class Op:
     flops: Callable[..., int] | None = None  # (**shape) -> where arithmetic, not bytes, sets the limit
     odd: list[dict] = field(default_factory=list)  # shapes at which every version is right, or refuses in a sentence
     trainer_shapes: list[dict] = field(default_factory=list)  # what the picker times; [shape] where left empty
+    large: list[dict] = field(default_factory=list)  # a gigabyte and more: where the memory's speed alone shows
     changed: tuple[str, ...] = ()  # inputs that the op changes in place: compared as well
     compared: dict[str, Callable] = field(default_factory=dict)  # name -> function that keeps what is to be compared
     tolerance: float = 1e-5  # relative, in the 2-norm, against float64

@@ -1,0 +1,156 @@
+"""Fills the measured tables of the docs from doc/benchmarks/*.json: `python doc/fill_tables.py` (or `make doc-tables`).
+
+A page says where a table goes; nobody types a number:
+
+    <!-- table: layernorm_forward -->       the ladder at the op's shape
+    <!-- table: matmul_forward best -->     every shape that was timed, the best version beside version 0
+    <!-- table: steps -->                   the training step, ours and others
+    <!-- table: losses -->                  how far our losses are from PyTorch's
+    <!-- table: card -->                    what all of it was measured with
+    <!-- /table -->                         where it ends
+
+`--check` writes nothing, and exits with 1 where a page would change. `--plots` draws doc/benchmarks/<op>.svg as well.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+BENCHMARKS = ROOT / "doc" / "benchmarks"
+MARKER = re.compile(r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<old>.*?)(<!-- /table -->)", re.DOTALL)
+LLM_C = {"llm.c train_gpt2_fp32.cu with cuBLASLt": 27.2, "llm.c train_gpt2_fp32.cu, newest": 54.5}  # measured once, on an H200
+
+
+def ladder_table(results: dict, op: str) -> list[str]:
+    rows = [row for row in results["rows"] if row["op"] == op]
+    if not rows:
+        return [f"*{op} has not been measured yet.*"]
+    shape = shape_of(op)
+    rows = sorted((row for row in rows if row["shape"] == shape), key=lambda row: row["version"])
+    unit = "TFLOP/s" if any(row["tflops"] for row in rows) else "GB/s"
+    lines = [f"| version | what it does | us | {unit} | of the roofline | against version 1 |", "|--:|---|--:|--:|--:|--:|"]
+    first = next((row["us"] for row in rows if row["version"] == 1), None)
+    fastest = min((row["us"] for row in rows if row["us"] and row["right"]), default=None)
+    for row in rows:
+        if not row["us"]:
+            lines.append(f"| {row['version']} | {row['description']} | {row['refused'] or 'not measured'} | | | |")
+            continue
+        rate = f"{row['tflops']:.1f}" if row["tflops"] else f"{row['gbps']:,.0f}"
+        gain = f"{first / row['us']:.1f}x" if first else ""
+        number = f"**{row['version']}**" if row["us"] == fastest else f"{row['version']}"
+        what = row["description"] + (" (TF32)" if row["precision"] == "tf32" else "")
+        lines.append(f"| {number} | {what} | {row['us']:,.1f} | {rate} | {row['of_roofline']:.0%} | {gain} |")
+    sizes = ", ".join(f"{name} = {size}" for name, size in shape.items())
+    return [*lines, "", f"{results['card']}, {sizes}; L2 flushed between runs, median of 30. [Raw numbers]({raw(results)})"]
+
+
+def best_table(results: dict, op: str) -> list[str]:
+    rows = [row for row in results["rows"] if row["op"] == op and row["us"]]
+    shapes = [dict(items) for items in dict.fromkeys(tuple(row["shape"].items()) for row in rows)]
+    lines = ["| shape | version 0, us | best of ours | us | TFLOP/s | against version 0 |", "|---|--:|--:|--:|--:|--:|"]
+    for shape in shapes:
+        here = {row["version"]: row for row in rows if row["shape"] == shape}
+        ours = {number: row for number, row in here.items() if number and row["right"] is not False}
+        if not ours:
+            continue
+        best = min(ours.values(), key=lambda row: row["us"])
+        zero = here.get(0)
+        sizes = ", ".join(f"{name}={size}" for name, size in shape.items())
+        against = f"{zero['us'] / best['us']:.0%}" if zero else ""
+        theirs = f"{zero['us']:,.1f}" if zero else ""
+        rate = f"{best['tflops']:.1f}" if best["tflops"] else ""
+        lines.append(f"| {sizes} | {theirs} | {best['version']} | {best['us']:,.1f} | {rate} | {against} |")
+    return [*lines, "", f"{results['card']}. [Raw numbers]({raw(results)})"]
+
+
+def steps_table(results: dict) -> list[str]:
+    steps = {**results.get("steps", {}), **(LLM_C if "H200" in results["card"] else {})}
+    if not results.get("steps"):
+        return ["*The training step has not been measured yet.*"]
+    ours = results["steps"]["llm.numba"]
+    lines = ["| GPT-2 124M, B = 4, T = 1024 | ms a step | tokens a second |", "|---|--:|--:|"]
+    for name, ms in sorted(steps.items(), key=lambda item: item[1]):
+        bold = "**" if name == "llm.numba" else ""
+        lines.append(f"| {bold}{name}{bold} | {bold}{ms:.2f}{bold} | {4096e3 / ms:,.0f} |")
+    note = "llm.c's two lines were measured apart from the others, on a card of the same kind. " if LLM_C.keys() & steps else ""
+    packages = results["packages"]
+    with_ = f"{results['card']}, numba-cuda {packages['numba-cuda']}, torch {packages['torch']}"
+    return [*lines, "", f"{with_}; fp32 storage, TF32 products unless said. {note}Ours is {ours:.2f} ms. [Raw numbers]({raw(results)})"]
+
+
+def losses_table(results: dict) -> list[str]:
+    if not results.get("losses"):
+        return ["*The losses have not been compared yet.*"]
+    lines = ["| products | steps | largest relative difference of a step's loss | last loss, ours | PyTorch's |", "|---|--:|--:|--:|--:|"]
+    for name, found in results["losses"].items():
+        lines.append(f"| {name} | {len(found['ours'])} | {found['worst']:.1e} | {found['ours'][-1]:.4f} | {found['theirs'][-1]:.4f} |")
+    return lines
+
+
+def card_table(results: dict) -> list[str]:
+    r, packages = results["roofline"], results["packages"]
+    versions = ", ".join(f"{name} {number}" for name, number in packages.items() if number)
+    lines = ["| measured with | |", "|---|---|", f"| card | {results['card']}, driver {results['driver']} |", f"| packages | {versions} |"]
+    lines += [f"| copy bandwidth | {r['bandwidth'] / 1e12:.2f} TB/s, read and written |"]
+    lines += [f"| fp32 multiply-adds | {r['fp32'] / 1e12:.1f} TFLOP/s |", f"| TF32, 8192 cubed | {r['tf32'] / 1e12:.0f} TFLOP/s |"]
+    return lines + ([f"| commit | {results['commit']} |"] if results.get("commit") else [])
+
+
+def shape_of(op: str) -> dict:
+    from kernels.op import load_all
+
+    return load_all()[op].shape
+
+
+def raw(results: dict) -> str:
+    return f"{results['prefix']}benchmarks/{results['file']}"
+
+
+def fill(page: Path, results: dict) -> str:
+    """The page's text with its tables filled in."""
+    results = {**results, "prefix": "" if page.parent == ROOT / "doc" else "doc/"}
+
+    def table(match: re.Match) -> str:
+        what = match["what"].split()
+        if what[0] in ("steps", "losses", "card"):
+            lines = {"steps": steps_table, "losses": losses_table, "card": card_table}[what[0]](results)
+        else:
+            lines = (best_table if what[1:] == ["best"] else ladder_table)(results, what[0])
+        return match[1] + "\n".join(lines) + "\n" + match[4]
+
+    return MARKER.sub(table, page.read_text())
+
+
+def draw_plots(results: dict) -> None:
+    from kernels.plot import plot_ladder
+
+    for op in dict.fromkeys(row["op"] for row in results["rows"]):
+        rows = [SimpleNamespace(**row) for row in results["rows"] if row["op"] == op and row["shape"] == shape_of(op)]
+        if any(row.us for row in rows):
+            plot_ladder(rows, BENCHMARKS / f"{op}.svg")
+
+
+def main() -> None:
+    files = sorted(BENCHMARKS.glob("*.json"), key=lambda file: ("H200" not in file.name, file.name))
+    if not files:
+        sys.exit("doc/benchmarks has no .json yet: `make bench` on a GPU writes one")
+    results = {**json.loads(files[0].read_text()), "file": files[0].name}
+    stale = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "doc").glob("*.md"))]:
+        filled = fill(page, results)
+        if filled != page.read_text():
+            stale.append(page.name)
+            if "--check" not in sys.argv:
+                page.write_text(filled)
+    if "--plots" in sys.argv:
+        draw_plots(results)
+    print(f"tables of {len(stale)} pages {'are stale' if '--check' in sys.argv else 'filled'}: {', '.join(stale) or 'none'}")
+    sys.exit("--check" in sys.argv and bool(stale))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Everything that the project says about speed, measured on one card: `python kernels/bench.py` (or `make bench`).
+
+    --ops [NAME ...]   every version of every op (or of those whose names contain NAME), checked and timed
+    --steps            the training step of GPT-2 124M: ours, and PyTorch's eager and compiled where torch is installed
+    --losses           the loss of 74 steps on tiny Shakespeare beside PyTorch's, from the same weights and batches
+
+Without a flag: all three. What was measured is merged into doc/benchmarks/<card>.json, from which doc/fill_tables.py
+makes the tables and the plots. torch is used here and in tests alone.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from data.loader import DataLoader
+from kernels.device import TARGET, cuda
+from kernels.ladder import card, measure, roofline
+from kernels.op import load_all
+from model import GPT2, Tensors, parameter_shapes, random_parameters
+
+FOLDER = Path(__file__).parent.parent / "doc" / "benchmarks"
+B, T = 4, 1024
+SLOW = 3.0  # versions that much slower than the best at an op's first shape are not timed at its others
+
+
+def measure_ops(names: list[str], results: dict) -> None:
+    for op in load_all().values():
+        if names and not any(name in op.name for name in names):
+            continue
+        shapes = [op.shape] + [shape for shape in [*op.trainer_shapes, *op.large] if shape != op.shape]
+        versions = None
+        for shape in shapes:
+            rows = measure(op, shape, versions, checked=shape not in op.large)
+            for row in rows:
+                print(f"{row.op:28} {row.version:3} {_sizes(shape):40} ", _short(row), flush=True)
+            keep = [old for old in results.get("rows", []) if (old["op"], old["shape"]) != (op.name, shape)]
+            results["rows"] = keep + [asdict(row) for row in rows]
+            timed = {row.version: row.us for row in rows if row.us}
+            if versions is None and timed:
+                best = min(timed.values())
+                versions = [op.versions[number] for number, us in timed.items() if us <= SLOW * best]
+            save(results)
+
+
+def _sizes(shape: dict) -> str:
+    return " ".join(f"{name}={size}" for name, size in shape.items())
+
+
+def _short(row) -> str:
+    if row.refused:
+        return f"refused: {row.refused}"
+    error = max(row.errors.values(), default=0.0)
+    flag = "" if row.right or row.right is None else "  WRONG"
+    rate = f"{row.tflops:7.1f} TFLOP/s" if row.tflops else f"{row.gbps:7.0f} GB/s"
+    kernels = " ".join(f"{k.registers}r{'+%dL' % k.local if k.local else ''}/{k.occupancy:.0%}" for k in row.kernels)
+    return f"{row.us:9.1f} us {rate} {row.of_roofline:5.0%}  error {error:.1e}{flag}  {kernels}"
+
+
+# ---- the training step ----
+
+
+def measure_steps(prefix: str, results: dict, steps: int = 40) -> None:
+    """Wall-clock milliseconds a step, the loss read back at each, as the trainer prints them: the median after warm-up."""
+    found = results.setdefault("steps", {})
+    for name, options in {
+        "llm.numba": {},
+        "llm.numba, fused ops replaced (--fused 0)": {"fused": False},
+        "llm.numba, no TF32 (-f 0)": {"tf32": False},
+        "llm.numba, no graphs (--graph 0)": {"graph": False},
+    }.items():
+        model = GPT2.random("d12", "cuda", report=lambda line: None, **options)
+        loader = DataLoader(f"{prefix}_train.bin", B, T)
+        numbers = itertools.count(1)
+        found[name] = _median_ms(lambda: model.train_step(*loader.next_batch(), 3e-4, next(numbers)), steps)  # noqa: B023
+        print(f"{name}: {found[name]:.2f} ms", flush=True)
+        model.close()
+        del model
+        save(results)
+    try:
+        import torch
+    except ImportError:
+        print("torch is not installed: PyTorch's step was not measured")
+        return
+    for name, compiled in {"PyTorch eager": False, "PyTorch torch.compile": True}.items():
+        step = TorchStep(random_parameters_of("d12"), compiled)
+        loader = DataLoader(f"{prefix}_train.bin", B, T)
+        found[name] = _median_ms(lambda: step(*loader.next_batch()), steps)  # noqa: B023
+        print(f"{name} {torch.__version__}: {found[name]:.2f} ms", flush=True)
+        save(results)
+
+
+def _median_ms(step, steps: int) -> float:
+    times = []
+    for i in range(steps + 5):
+        began = time.perf_counter()
+        step()
+        if i >= 5:
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def random_parameters_of(size: str):
+    from model import config_of_size
+
+    config = config_of_size(size)
+    return config, random_parameters(config, 1337)
+
+
+class TorchStep:
+    """PyTorch's training step on the same model: flash SDPA, TF32 products, padded vocabulary, fused AdamW."""
+
+    def __init__(self, weights, compiled: bool = False, tf32: bool = True):
+        import torch
+        import torch.nn.functional as F
+
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cudnn.allow_tf32 = tf32
+        config, flat = weights
+        tensors = Tensors(flat, parameter_shapes(config))
+        self.p = {
+            name: torch.tensor(getattr(tensors, name), device="cuda", requires_grad=True) for name in tensors.shapes
+        }
+        self.optimizer = torch.optim.AdamW(self.p.values(), lr=3e-4, weight_decay=0.0, fused=True)
+        L, NH, C, V = config.num_layers, config.num_heads, config.channels, config.vocab_size
+        p = self.p
+
+        def loss(x, y):
+            b, t = x.shape
+            h = p["wte"][x] + p["wpe"][:t]
+            for l in range(L):
+                n = F.layer_norm(h, (C,), p["ln1w"][l], p["ln1b"][l])
+                q, k, v = (n @ p["qkvw"][l].T + p["qkvb"][l]).view(b, t, 3, NH, C // NH).permute(2, 0, 3, 1, 4)
+                a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, C)
+                h = h + a @ p["attprojw"][l].T + p["attprojb"][l]
+                n = F.layer_norm(h, (C,), p["ln2w"][l], p["ln2b"][l])
+                h = (
+                    h
+                    + F.gelu(n @ p["fcw"][l].T + p["fcb"][l], approximate="tanh") @ p["fcprojw"][l].T
+                    + p["fcprojb"][l]
+                )
+            logits = F.layer_norm(h, (C,), p["lnfw"], p["lnfb"]) @ p["wte"].T
+            return F.cross_entropy(logits.view(b * t, -1)[:, :V], y.view(-1))
+
+        self.loss = torch.compile(loss) if compiled else loss
+        self.torch = torch
+
+    def __call__(self, inputs: np.ndarray, targets: np.ndarray) -> float:
+        x, y = (self.torch.tensor(tokens, dtype=self.torch.int64).cuda() for tokens in (inputs, targets))
+        loss = self.loss(x, y)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+def compare_losses(prefix: str, results: dict, steps: int = 74) -> None:
+    """The same weights and batches through PyTorch and through us: the worst relative difference of a step's loss."""
+    found = results.setdefault("losses", {})
+    for tf32 in (True, False):
+        torch_step = TorchStep(random_parameters_of("d12"), tf32=tf32)
+        model = GPT2.random("d12", "cuda", report=lambda line: None, tf32=tf32)
+        loader = DataLoader(f"{prefix}_train.bin", B, T)
+        theirs, ours = [], []
+        for step in range(1, steps + 1):
+            batch = loader.next_batch()
+            theirs.append(torch_step(*batch))
+            ours.append(model.train_step(*batch, 3e-4, step))
+        worst = max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
+        found["TF32" if tf32 else "fp32"] = {"ours": ours, "theirs": theirs, "worst": worst}
+        print(
+            f"{'TF32' if tf32 else 'fp32'}: losses of {steps} steps differ by at most {worst:.2e}, the last {ours[-1]:.4f} {theirs[-1]:.4f}"
+        )
+        model.close()
+        save(results)
+
+
+# ---- the file ----
+
+
+def load() -> dict:
+    file = FOLDER / f"{card()['card'].replace(' ', '-')}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def save(results: dict) -> None:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    facts = {**card(), "roofline": roofline()}
+    if commit:
+        facts["commit"] = commit
+    rest = {key: value for key, value in results.items() if key not in facts}
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    file = FOLDER / f"{facts['card'].replace(' ', '-')}.json"
+    file.write_text(json.dumps({**facts, **rest}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ops", nargs="*", metavar="NAME")
+    parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--losses", action="store_true")
+    parser.add_argument("-i", default="data/tiny_shakespeare", metavar="PREFIX", help="the tokens to train on")
+    asked = parser.parse_args()
+    if TARGET != "gpu":
+        sys.exit("kernels/bench.py measures a GPU, and there is none here")
+    everything = asked.ops is None and not asked.steps and not asked.losses
+    results = load()
+    if everything or asked.ops is not None:
+        measure_ops(asked.ops or [], results)
+    if everything or asked.steps:
+        measure_steps(asked.i, results)
+    if everything or asked.losses:
+        compare_losses(asked.i, results)
+    cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
