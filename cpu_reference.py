@@ -12,18 +12,75 @@ products go through numpy to BLAS, and `matmul_forward_loops` and its neighbours
 import functools
 import math
 
+import numba
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import overload
 
-# No "ninf" and "nnan" here: infinities and NaNs must go through as IEEE says, so that an output poisoned with NaN shows.
+# BLAS has threads of its own. OpenMP's spin after a loop, on the cores that BLAS then needs: a step would take 1.6 times
+# as long. Numba's workqueue sleeps (and serves one Python thread at a time, as here).
+if numba.config.THREADING_LAYER == "default":
+    numba.config.THREADING_LAYER = "workqueue"
+
+# Sums may be reordered, so that they run in vector registers. Infinities and NaNs stay what IEEE says: they must show.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-njit_parallel = functools.partial(njit, parallel=True, cache=True, fastmath=FASTMATH)
-njit_inline = functools.partial(njit, cache=True, fastmath=FASTMATH)
+njit_parallel = functools.partial(njit, parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")
+njit_inlined = functools.partial(njit, cache=True, fastmath=FASTMATH, error_model="numpy")
 
 EPS = 1e-5  # layernorm's
 COLUMNS = 64  # columns a thread takes at a time where it walks down them: four cache lines of float32
-ATTENTION_ROWS = 64  # queries attention takes at a time: its scores stay in the cache
-GELU_SCALE = math.sqrt(2.0 / math.pi)
+ATTENTION_ROWS = 64  # queries attention takes at a time: their scores stay in the cache
+GELU_SCALE = math.sqrt(2 / math.pi)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what several layers share: exp and the softmax of a row
+
+
+def exp(x):
+    """e^x inside the loops below: math.exp, or for float32 one that runs in vector registers, seven times as fast."""
+    return math.exp(x)
+
+
+real32 = np.float32
+TAYLOR = tuple(real32(1 / math.factorial(i)) for i in range(7, -1, -1))  # enough for float32 where |r| <= log(2)/2
+INVERSE_LOG2 = real32(1 / math.log(2))
+LOG2_HIGH, LOG2_LOW = real32(355 / 512), real32(math.log(2) - 355 / 512)  # log(2) in two parts: k * LOG2_HIGH is exact
+LOWEST, HIGHEST = real32(-87), real32(88)  # outside, 2^k would leave float32's exponent
+
+
+@overload(exp, jit_options={"fastmath": {"contract"}})
+def exp_overload(x):
+    if x != types.float32:
+        return lambda x: math.exp(x)
+
+    def exp_float32(x):  # x = k log(2) + r: e^x is 2^k, put together from its bits, times the series of e^r
+        y = min(max(x, LOWEST), HIGHEST)
+        k = np.floor(y * INVERSE_LOG2 + real32(0.5))
+        r = y - k * LOG2_HIGH - k * LOG2_LOW
+        series = TAYLOR[0]
+        for i in range(1, 8):
+            series = series * r + TAYLOR[i]
+        return x if x != x else series * np.int32((np.int32(k) + 127) << 23).view(np.float32)
+
+    return exp_float32
+
+
+@njit_inlined
+def softmax(out, inp, scale):
+    """out (C,) = exp(scale * inp) / sum(exp(scale * inp)), and returns the log of that sum. scale > 0."""
+    factor = out.dtype.type(scale)
+    top = inp[0]
+    for c in range(inp.size):
+        top = max(top, inp[c])
+    total = 0.0
+    for c in range(inp.size):
+        out[c] = exp(factor * (inp[c] - top))
+        total += out[c]
+    norm = out.dtype.type(1 / total)
+    for c in range(inp.size):
+        out[c] *= norm
+    return math.log(total) + scale * top
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -43,7 +100,7 @@ def encoder_forward(out, inp, wte, wpe):
 
 @njit_parallel
 def encoder_backward(dwte, dwpe, dout, inp):
-    """Adds dout (B,T,C) into the rows of dwte (Vp,C) and dwpe (maxT,C) that inp (B,T) took, in the order of the text."""
+    """Adds dout (B,T,C) into the rows of dwte (Vp,C) and dwpe (maxT,C) that inp (B,T) took."""
     B, T, C = dout.shape
     for block in prange((C + COLUMNS - 1) // COLUMNS):  # a thread owns columns: a repeated token is no race
         for b in range(B):
@@ -118,7 +175,7 @@ def fused_residual_forward(residual, out, mean, rstd, inp1, inp2, weight, bias):
 
 
 def fused_residual_backward(dresidual, dweight, dbias, dprojb, dout, residual, weight, mean, rstd):
-    """Adds layernorm's backward into dresidual (N,C), dweight, dbias (C,); then dresidual's column sums into dprojb (C,).
+    """Adds layernorm's backward into dresidual (N,C), dweight, dbias (C,); then dresidual's column sums to dprojb (C,).
 
     dresidual is the gradient of both addends, so its column sums are the bias gradient of the projection that made one.
     """
@@ -130,11 +187,11 @@ def fused_residual_backward(dresidual, dweight, dbias, dprojb, dout, residual, w
 # gelu (Hendrycks and Gimpel 2016), the tanh form. 0.5 * (1 + tanh(u)) is the logistic function of 2u: one exp.
 
 
-@njit_inline
+@njit_inlined
 def gelu_gate(x):
-    """0.5 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))), in the type of x."""
+    """0.5 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x^3))), in the type of x."""
     real = type(x)
-    return real(1) / (real(1) + math.exp(-real(2 * GELU_SCALE) * (x + real(0.044715) * x * x * x)))
+    return real(1) / (real(1) + exp(-real(2 * GELU_SCALE) * (x + real(0.044715) * x * x * x)))
 
 
 @njit_parallel
@@ -269,78 +326,66 @@ def heads(x, parts, NH):
 
 
 def attention_forward(out, lse, qkv, NH):
-    """out (B,T,C); lse (B,NH,T), the natural log of the sum of exp of the scaled scores; qkv (B,T,3C), q before k before v."""
+    """out (B,T,C); lse (B,NH,T), the natural log of the sum of exp of a row's scaled scores; qkv (B,T,3C): q, k, v."""
     B, T, C = out.shape
-    (q, k, v), (o,) = heads(qkv, 3, NH), heads(out, 1, NH)
-    scale = 1.0 / math.sqrt(C // NH)
+    scale = 1 / math.sqrt(C // NH)
     for b in range(B):
+        q, k, v = np.ascontiguousarray(heads(qkv, 3, NH)[:, b])
+        o = heads(out, 1, NH)[0, b]
         for start in range(0, T, ATTENTION_ROWS):
             stop = min(start + ATTENTION_ROWS, T)
-            att = q[b, :, start:stop] @ k[b, :, :stop].swapaxes(1, 2)
+            att = q[:, start:stop] @ k[:, :stop].swapaxes(1, 2)
             attention_softmax(att, lse[b], start, scale)
-            o[b, :, start:stop] = att @ v[b, :, :stop]
+            o[:, start:stop] = att @ v[:, :stop]
 
 
 @njit_parallel
 def attention_softmax(att, lse, start, scale):
-    """In place: the softmax of scale * att (NH,rows,columns) left of the diagonal, zero right of it; row 0 is query start."""
+    """In place: the scores q.k (NH,rows,columns) of queries start, start + 1, ... become probabilities; lse (NH,T)."""
     NH, rows, columns = att.shape
-    factor = att.dtype.type(scale)
     for row in prange(NH * rows):
         h, r = row // rows, row % rows
-        last = start + r
-        top = att[h, r, 0]
-        for j in range(last + 1):
-            top = max(top, att[h, r, j])
-        total = 0.0
-        for j in range(last + 1):
-            att[h, r, j] = math.exp(factor * (att[h, r, j] - top))
-            total += att[h, r, j]
-        lse[h, last] = scale * top + math.log(total)
-        norm = att.dtype.type(1.0 / total)
-        for j in range(last + 1):
-            att[h, r, j] *= norm
-        for j in range(last + 1, columns):
-            att[h, r, j] = 0
+        seen = start + r + 1
+        lse[h, start + r] = softmax(att[h, r, :seen], att[h, r, :seen], scale)
+        att[h, r, seen:] = 0
 
 
 def attention_backward(dqkv, dout, qkv, out, lse, NH):
     """dqkv (B,T,3C), overwritten, from dout (B,T,C) and what the forward read and wrote."""
     B, T, C = dout.shape
-    (q, k, v), (o,) = heads(qkv, 3, NH), heads(out, 1, NH)
-    (dq, dk, dv), (do,) = heads(dqkv, 3, NH), heads(dout, 1, NH)
-    scale = 1.0 / math.sqrt(C // NH)
-    dk[:], dv[:] = 0, 0
+    scale = 1 / math.sqrt(C // NH)
     for b in range(B):
+        q, k, v = np.ascontiguousarray(heads(qkv, 3, NH)[:, b])
+        do, o = np.ascontiguousarray(heads(dout, 1, NH)[0, b]), heads(out, 1, NH)[0, b]
+        delta = (do * o).sum(2)
+        dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
         for start in range(0, T, ATTENTION_ROWS):
             stop = min(start + ATTENTION_ROWS, T)
-            rows = slice(start, stop)
-            att = q[b, :, rows] @ k[b, :, :stop].swapaxes(1, 2)
-            datt = do[b, :, rows] @ v[b, :, :stop].swapaxes(1, 2)
-            delta = np.einsum("htd,htd->ht", do[b, :, rows], o[b, :, rows])
+            att = q[:, start:stop] @ k[:, :stop].swapaxes(1, 2)
+            datt = do[:, start:stop] @ v[:, :stop].swapaxes(1, 2)
             attention_softmax_backward(att, datt, lse[b], delta, start, scale)
-            dq[b, :, rows] = datt @ k[b, :, :stop]
-            dk[b, :, :stop] += datt.swapaxes(1, 2) @ q[b, :, rows]
-            dv[b, :, :stop] += att.swapaxes(1, 2) @ do[b, :, rows]
+            dq[:, start:stop] = datt @ k[:, :stop]
+            dk[:, :stop] += datt.swapaxes(1, 2) @ q[:, start:stop]
+            dv[:, :stop] += att.swapaxes(1, 2) @ do[:, start:stop]
+        heads(dqkv, 3, NH)[:, b] = dq, dk, dv
 
 
 @njit_parallel
 def attention_softmax_backward(att, datt, lse, delta, start, scale):
-    """In place: scores att (NH,rows,columns) become probabilities, their gradients datt those of the scores q.k.
+    """In place: scores att (NH,rows,columns) become probabilities, and datt, the gradients of these, those of q.k.
 
-    delta (NH,rows) is the sum of datt * probabilities over a row, which equals the dot product of its dout and out.
+    delta (NH,T) is a row's sum of probability times gradient, which is the dot product of its out and dout.
     """
     NH, rows, columns = att.shape
     factor = att.dtype.type(scale)
     for row in prange(NH * rows):
         h, r = row // rows, row % rows
-        last = start + r
-        for j in range(last + 1):
-            att[h, r, j] = math.exp(factor * att[h, r, j] - lse[h, last])
-            datt[h, r, j] = factor * att[h, r, j] * (datt[h, r, j] - delta[h, r])
-        for j in range(last + 1, columns):
-            att[h, r, j] = 0
-            datt[h, r, j] = 0
+        seen = start + r + 1
+        for j in range(seen):
+            att[h, r, j] = exp(factor * att[h, r, j] - lse[h, start + r])
+            datt[h, r, j] = factor * att[h, r, j] * (datt[h, r, j] - delta[h, start + r])
+        att[h, r, seen:] = 0
+        datt[h, r, seen:] = 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -381,21 +426,10 @@ def trimat_forward(preatt, qkv, NH):
 def softmax_autoregressive_forward(att, preatt, scale):
     """att (B,NH,T,T): row t is the softmax of scale * preatt over columns 0 to t, and zero right of the diagonal."""
     B, NH, T, _ = att.shape
-    factor = att.dtype.type(scale)
     for row in prange(B * NH * T):
         b, h, t = row // (NH * T), row // T % NH, row % T
-        top = factor * preatt[b, h, t, 0]
-        for j in range(t + 1):
-            top = max(top, factor * preatt[b, h, t, j])
-        total = 0.0
-        for j in range(t + 1):
-            att[b, h, t, j] = math.exp(factor * preatt[b, h, t, j] - top)
-            total += att[b, h, t, j]
-        norm = att.dtype.type(1.0 / total)
-        for j in range(t + 1):
-            att[b, h, t, j] *= norm
-        for j in range(t + 1, T):
-            att[b, h, t, j] = 0
+        softmax(att[b, h, t, : t + 1], preatt[b, h, t, : t + 1], scale)
+        att[b, h, t, t + 1 :] = 0
 
 
 @njit_parallel
@@ -411,8 +445,7 @@ def softmax_autoregressive_backward(dpreatt, datt, att, scale):
         delta = att.dtype.type(total)
         for j in range(t + 1):
             dpreatt[b, h, t, j] = factor * att[b, h, t, j] * (datt[b, h, t, j] - delta)
-        for j in range(t + 1, T):
-            dpreatt[b, h, t, j] = 0
+        dpreatt[b, h, t, t + 1 :] = 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -422,18 +455,8 @@ def softmax_autoregressive_backward(dpreatt, datt, att, scale):
 @njit_parallel
 def softmax_forward(out, inp):
     """out (N,C): each row the softmax of inp's."""
-    N, C = inp.shape
-    for n in prange(N):
-        top = inp[n, 0]
-        for c in range(C):
-            top = max(top, inp[n, c])
-        total = 0.0
-        for c in range(C):
-            out[n, c] = math.exp(inp[n, c] - top)
-            total += out[n, c]
-        norm = out.dtype.type(1.0 / total)
-        for c in range(C):
-            out[n, c] *= norm
+    for n in prange(len(out)):
+        softmax(out[n], inp[n], 1.0)
 
 
 @njit_parallel
@@ -454,27 +477,18 @@ def crossentropy_softmax_backward(dlogits, dlosses, probs, targets, V):
 
 @njit_parallel
 def fused_classifier(logits, losses, dloss, targets, V):
-    """In place, a row of logits (N,Vp) becomes its gradient (softmax - onehot(target)) * dloss, and its loss is written.
+    """In place, a row of logits (N,Vp) becomes its gradient (softmax - onehot(target)) * dloss; losses (N,) in nats.
 
-    losses (N,) in nats, targets int32 (N,), dloss a number, 1/N for a mean. Columns from V on are not read, and zeroed.
+    targets int32 (N,), dloss a number, 1/N for a mean. Columns from V on are never read, and zeroed.
     """
-    N, Vp = logits.shape
-    for n in prange(N):
-        top = logits[n, 0]
+    for n in prange(len(logits)):
+        target = targets[n]
+        target_logit = logits[n, target]
+        losses[n] = softmax(logits[n, :V], logits[n, :V], 1.0) - target_logit
+        logits[n, target] -= 1
         for i in range(V):
-            top = max(top, logits[n, i])
-        target_logit = logits[n, targets[n]]
-        total = 0.0
-        for i in range(V):
-            logits[n, i] = math.exp(logits[n, i] - top)
-            total += logits[n, i]
-        losses[n] = math.log(total) + top - target_logit
-        norm = logits.dtype.type(dloss / total)
-        for i in range(V):
-            logits[n, i] *= norm
-        logits[n, targets[n]] -= dloss
-        for i in range(V, Vp):
-            logits[n, i] = 0
+            logits[n, i] *= dloss
+        logits[n, V:] = 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -483,7 +497,10 @@ def fused_classifier(logits, losses, dloss, targets, V):
 
 @njit_parallel
 def adamw_update(params, grads, m, v, step, learning_rate, grad_scale, beta1, beta2, eps, weight_decay):
-    """One step on params, m and v, 1-D as grads; step int32 (1,) counts from 1; learning_rate, grad_scale (1,); the rest numbers."""
+    """One step on params, m and v, 1-D as grads, which are multiplied by grad_scale first.
+
+    step int32 (1,) counts from 1; learning_rate and grad_scale (1,) are arrays as step is; the rest are numbers.
+    """
     real = params.dtype.type
     b1, b2, a1, a2 = real(beta1), real(beta2), real(1 - beta1), real(1 - beta2)
     correction1 = real(1 / (1 - beta1 ** float(step[0])))
