@@ -654,7 +654,7 @@ def match_all_sync(mask, value):
 
 
 def activemask() -> int:
-    """Who runs together is the hardware's choice. Here: all lanes that have not exited."""
+    """Who runs together is the hardware's choice. Here: all lanes that have not exited by now."""
     return _running.warp.live
 
 
