@@ -1,0 +1,128 @@
+"""Every version of every op that the registry knows: right in the simulator, compiled with no GPU, right on the GPU.
+
+The tests ask the registry, so a version is tested from the moment it exists.
+"""
+
+import functools
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+
+from kernels.check import Problem, check, free_scratch, is_right
+from kernels.compile import CAPABILITIES, compile_version
+from kernels.device import TARGET, ShapeError
+from kernels.op import load_all
+
+OPS = load_all()
+VERSIONS = [version for op in OPS.values() for version in op.versions.values()]
+NAMES = [f"{version.op.name}-{version.number}" for version in VERSIONS]
+
+each_version = pytest.mark.parametrize("version", VERSIONS, ids=NAMES)
+
+
+def cases(shapes_of):
+    """(version, shape) for each of an op's shapes, the versions of one shape side by side: they share its truth."""
+    every = [(version, shape) for op in OPS.values() for shape in shapes_of(op) for version in op.versions.values()]
+    names = [f"{v.op.name}-{v.number}-" + "x".join(str(size) for size in shape.values()) for v, shape in every]
+    return pytest.mark.parametrize(("version", "shape"), every, ids=names)
+
+
+@functools.lru_cache(maxsize=1)
+def problem(name: str, shape: tuple) -> Problem:
+    return Problem.of(OPS[name], dict(shape), seed=1)
+
+
+def check_version(version, shape, may_refuse):
+    if reason := version.why_not():
+        pytest.skip(f"{version.op.name} {version.number} {reason}")
+    try:
+        errors = check(version, problem(version.op.name, tuple(shape.items())))
+    except ShapeError as refusal:
+        assert may_refuse, f"refuses the small shape: {refusal}"
+        assert "need" in str(refusal), f"does not say what shape it needs: {refusal}"
+        return
+    assert is_right(version, errors), f"relative errors {errors}, at most {version.tolerance} is right"
+
+
+@pytest.mark.skipif(TARGET != "simulator", reason="run with LLM_NUMBA_TARGET=simulator")
+@cases(lambda op: [op.small])
+def test_is_right_in_the_simulator(version, shape):
+    check_version(version, shape, may_refuse=False)
+
+
+@pytest.mark.skipif(TARGET != "simulator", reason="run with LLM_NUMBA_TARGET=simulator")
+@cases(lambda op: op.odd)
+def test_is_right_at_odd_shapes_in_the_simulator(version, shape):
+    check_version(version, shape, may_refuse=True)
+
+
+@pytest.mark.gpu
+@cases(lambda op: [op.small, op.shape])
+def test_is_right_on_the_gpu(version, shape):
+    check_version(version, shape, may_refuse=False)
+    free_scratch()
+
+
+@pytest.mark.gpu
+@cases(lambda op: op.odd)
+def test_is_right_at_odd_shapes_on_the_gpu(version, shape):
+    check_version(version, shape, may_refuse=True)
+    free_scratch()
+
+
+@pytest.mark.gpu
+@each_version
+def test_gives_the_same_bits_again_where_it_says_so(version):
+    if reason := version.why_not() or (None if version.repeatable else "does not claim to be repeatable"):
+        pytest.skip(f"{version.op.name} {version.number} {reason}")
+    first, second = (run_small(version) for _ in range(2))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def run_small(version) -> dict:
+    from kernels.device import cuda, to_host
+
+    small = problem(version.op.name, tuple(version.op.small.items()))
+    arguments = small.on_device()
+    version(*arguments.values())
+    cuda.synchronize()
+    host = {name: to_host(a) if isinstance(small.arguments[name], np.ndarray) else a for name, a in arguments.items()}
+    return small.op.results(host, small.shape)
+
+
+# ---- compiled to PTX, with no GPU ----
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    """A process of its own, as a process has one target."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=check_target) as pool:
+        os.environ["LLM_NUMBA_TARGET"] = "compile"
+        try:
+            pool.submit(os.getpid).result()  # the process starts here, with this environment
+        finally:
+            os.environ["LLM_NUMBA_TARGET"] = TARGET
+        yield pool
+
+
+def check_target():
+    assert TARGET == "compile"
+
+
+def compile_one(name: str, number: int) -> dict:
+    return compile_version(OPS[name].versions[number])
+
+
+@each_version
+def test_compiles_for_every_gpu_it_can_run_on(version, compiler):
+    if version.needs():
+        pytest.skip(f"{version.op.name} {version.number} launches no kernel of ours")
+    compiled = compiler.submit(compile_one, version.op.name, version.number).result()
+    assert list(compiled) == [cc for cc in CAPABILITIES if cc >= version.needs_cc]
+    for (major, minor), kernels in compiled.items():
+        assert kernels, "launches no kernel"
+        for _, ptx in kernels:
+            assert f".target sm_{major}{minor}" in ptx
