@@ -11,7 +11,7 @@ from math import prod
 
 import numpy as np
 
-from kernels.device import TARGET, cuda, free_scratch
+from kernels.device import TARGET, cuda, free_scratch, zero
 from kernels.op import Picked
 from kernels.pick import picks_for_this_card
 from kernels.unfused import Unfused
@@ -72,7 +72,7 @@ class CudaBackend:
         return array.copy_to_host()
 
     def zero(self, array) -> None:
-        cuda.driver.device_memset(array.gpu_data, 0, array.nbytes, stream=self.stream)
+        zero(array, self.stream)
 
     def run(self, key: tuple, work: Callable[[], None]) -> None:
         """Queue the work and wait for it. What `key` names is the same work on the same memory every time."""

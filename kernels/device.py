@@ -22,7 +22,7 @@ from kernels.intrinsics import *  # noqa: E402, F403  (after cuda is known)
 
 __all__ = [
     "FULL_MASK", "SIMULATE", "TARGET", "WARP", "ShapeError", "big_shared", "ceil_div", "compute_capability", "cuda", "float32",
-    "float64", "int32", "int64", "multiprocessors", "need", "scratch", "synchronize", "to_device", "to_host", "uint32", "uint64",
+    "float64", "int32", "int64", "multiprocessors", "need", "scratch", "shared_limit", "synchronize", "to_device", "to_host", "uint32", "uint64", "zero",
 ]  # fmt: skip
 
 WARP = 32
@@ -103,3 +103,18 @@ def compute_capability() -> tuple[int, int]:
 def multiprocessors() -> int:
     """How many multiprocessors there are to fill; few in the simulator, where each block costs time."""
     return cuda.get_current_device().MULTIPROCESSOR_COUNT if TARGET == "gpu" else 4
+
+
+def shared_limit() -> int:
+    """Bytes of shared memory that a block can have at the most (227 KB on an H100, 99 KB on an RTX 4090)."""
+    return cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN if TARGET == "gpu" else 227 * 1024
+
+
+def zero(array, stream=0) -> None:
+    """Fill a device array with zero bytes."""
+    if TARGET != "gpu":
+        array.fill(0)
+        return
+    from numba.cuda.cudadrv.driver import device_memset
+
+    device_memset(array.gpu_data, 0, array.nbytes, stream=stream)

@@ -1,8 +1,11 @@
 """Measure a ladder: every version of an op checked, timed, and set against what the card can do. run.py prints it, the
 picker chooses from it, the benchmark keeps it as JSON."""
 
+import functools
 import json
 import platform
+import subprocess
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version as package_version
@@ -138,13 +141,14 @@ def _facts(dispatcher, types, grid, block, dynamic_shared) -> Kernel:
     threads = block[0] * block[1] * block[2]
     kernel = compiled.library.get_cufunc().kernel
     blocks = kernel.occupancy.max_active_blocks_per_multiprocessor(threads, dynamic_shared)
-    most = cuda.get_current_device().MAX_THREADS_PER_MULTI_PROCESSOR
+    most = cuda.get_current_device().MAX_THREADS_PER_MULTIPROCESSOR
     return Kernel(
         dispatcher.py_func.__name__, tuple(grid), tuple(block), compiled.regs_per_thread,
         compiled.shared_mem_per_block + dynamic_shared, compiled.local_mem_per_thread, blocks * threads / most,
     )  # fmt: skip
 
 
+@functools.cache
 def card() -> dict:
     """What a measurement was made with."""
     packages = {}
@@ -155,22 +159,26 @@ def card() -> dict:
             packages[name] = None
     facts = {"card": "simulator", "python": platform.python_version(), "packages": packages}
     if TARGET == "gpu":
-        from cuda.core import Device, system
-
         facts |= {
-            "card": Device(cuda.get_current_device().id).name,
-            "driver": ".".join(str(part) for part in _driver(system)),
+            "card": _text(cuda.get_current_device().name),
+            "driver": _driver(),
             "cuda": ".".join(str(part) for part in cuda.runtime.get_version()),
             "multiprocessors": multiprocessors(),
         }
     return facts
 
 
-def _driver(system) -> tuple:
+def _text(name) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _driver() -> str:
+    """The driver's version as nvidia-smi tells it."""
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return tuple(system.get_kernel_mode_driver_version())
-    except Exception:  # older cuda.core: only the CUDA version that the driver brings
-        return tuple(cuda.current_context().device.compute_capability)
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
 
 
 _roofline: dict = {}
@@ -180,8 +188,6 @@ def roofline() -> dict[str, float]:
     """This card's ceilings, measured: bytes a second of a large copy, FLOPs a second in fp32 and in TF32 (of cuBLAS where
     it is there). Kept on disk for the next run on the same card within the day."""
     if not _roofline:
-        import time
-
         facts = card()
         file = CACHE_FOLDER / f"roofline-{facts['card'].replace(' ', '-')}.json"
         if file.exists() and time.time() - file.stat().st_mtime < 24 * 3600:
