@@ -112,24 +112,25 @@ def test_dynamic_shared_arrays_are_one_memory_of_the_size_that_the_launch_asked_
 
 
 @cuda.jit(device=True)
-def shared_by_callers():
-    return cuda.shared.array(32, int32)
+def put_or_get(t, put):
+    array = cuda.shared.array(16, int32)
+    if put:
+        array[t] = 10 * t
+    return array[t % 16]
 
 
 @cuda.jit
 def device_function_kernel(out):
     t = cuda.threadIdx.x
     if t < 16:
-        a = shared_by_callers()
-        a[t] = t
+        put_or_get(t, True)
     cuda.syncthreads()
-    b = shared_by_callers()
-    out[t] = b[t % 16]
+    out[t] = put_or_get(t, False)
 
 
 @fact
 def test_a_shared_array_belongs_to_the_device_function_that_declares_it():
-    assert (run(device_function_kernel, 1, 32, np.zeros(32, np.int32)) == LANES % 16).all()
+    assert (run(device_function_kernel, 1, 32, np.zeros(32, np.int32)) == 10 * (LANES % 16)).all()
 
 
 @cuda.jit
@@ -169,11 +170,11 @@ def test_a_constant_array_holds_what_the_host_s_did():
 @cuda.jit
 def votes_of_the_block_kernel(out, inp):
     t = cuda.threadIdx.x
-    out[0, t] = cuda.syncthreads_count(inp[t] > 0)
-    out[1, t] = cuda.syncthreads_and(inp[t] > 0)
-    out[2, t] = cuda.syncthreads_or(inp[t] > 0)
-    out[3, t] = cuda.syncthreads_and(inp[t] < 1000)
-    out[4, t] = cuda.syncthreads_or(inp[t] > 1000)
+    out[0, t] = cuda.syncthreads_count(int32(inp[t] > 0))
+    out[1, t] = cuda.syncthreads_and(int32(inp[t] > 0))
+    out[2, t] = cuda.syncthreads_or(int32(inp[t] > 0))
+    out[3, t] = cuda.syncthreads_and(int32(inp[t] < 1000))
+    out[4, t] = cuda.syncthreads_or(int32(inp[t] > 1000))
 
 
 @fact
