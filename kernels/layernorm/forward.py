@@ -3,7 +3,7 @@
 The story is told in doc/layernorm.md.
 
 version 1: a thread a row
-version 2: a block a row, sums by a tree in shared memory; three kernels: neighbouring threads read neighbouring channels
+version 2: a block a row, so that neighbouring threads read neighbouring channels; sums by a tree in shared memory
 version 3: a warp a row: lanes add up by shuffles, no barrier, one kernel
 version 4: mean and variance in one pass over the row: it is read twice instead of three times
 version 5: a block a row, shuffles inside the warps, shared memory between them: for few or long rows
@@ -222,7 +222,7 @@ def layernorm_forward5(out, mean, rstd, inp, weight, bias, *, block_size=256, st
 
 @functools.cache
 def make_layernorm_forward_kernel6(C):
-    """The kernel for rows of C channels. The compiler knows C: it unrolls the loops, and the row's array becomes registers."""
+    """The kernel for rows of C channels. C is a constant to the compiler: loops unroll, the array becomes registers."""
     pieces = ceil_div(C, 4 * WARP)  # of 16 bytes, that a lane holds
 
     @cuda.jit(cache=True, fastmath=True)

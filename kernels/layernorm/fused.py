@@ -9,8 +9,8 @@ version 4: mean and variance in one pass over the row
 version 5: the row, weight and bias in shared memory, 16-byte loads and stores: nothing is read twice from the caches
 version 6: the row in registers, its loads all on the way at once
 
-Backward: dresidual += layernorm's backward of dout. The finished dresidual is the gradient of inp1 and of inp2 alike, so
-its column sums, dprojb, are the bias gradient of the projection that made inp2.
+Backward: dresidual += layernorm's backward of dout. The finished dresidual is the gradient of inp1 and of inp2 alike,
+so its column sums, dprojb, are the bias gradient of the projection that made inp2.
 
 version 1: layernorm's backward in two stages, then a kernel for the column sums, a thread a column
 version 2: the column sums in the same pass, while a row's gradient is still in registers
@@ -23,8 +23,18 @@ import numpy as np
 
 import cpu_reference
 from kernels.device import (
-    WARP, big_shared, ceil_div, cuda, float32, load4, load4_readonly, load4_streaming, multiprocessors, store4,
+    WARP,
+    big_shared,
+    ceil_div,
+    cuda,
+    float32,
+    load4,
+    load4_readonly,
+    load4_streaming,
+    multiprocessors,
+    store4,
 )  # fmt: skip
+from kernels.layernorm.backward import backward_inputs, launch_backward6, layernorm_backward5
 from kernels.layernorm.forward import EPS, layernorm_forward1, moments, whole_warps
 from kernels.op import Op
 from kernels.reduce import warp_sum, warp_sum2
@@ -61,7 +71,7 @@ def residual_kernel1(out, inp1, inp2):
 
 @fused_residual_forward.version(1, "two kernels: the residual, then layernorm's version 1")
 def fused_residual_forward1(residual, out, mean, rstd, inp1, inp2, weight, bias, *, block_size=256, stream=0):
-    """residual, out, inp1, inp2: float32 (N, C); mean, rstd: (N,); weight, bias: (C,), on the device. So in every version."""
+    """residual, out, inp1, inp2: float32 (N, C); mean, rstd: (N,); weight, bias: (C,). So in every version."""
     residual_kernel1[ceil_div(inp1.size, block_size), block_size, stream](residual, inp1, inp2)
     layernorm_forward1(out, mean, rstd, residual, weight, bias, stream=stream)
 
@@ -253,3 +263,52 @@ def fused_residual_forward6(residual, out, mean, rstd, inp1, inp2, weight, bias,
         fused_residual_forward5(*arguments, stream=stream)
         return
     make_fused_residual_forward_kernel6(C)[ceil_div(N, whole_warps(block_size)), block_size, stream](*arguments)
+
+
+def fused_backward_inputs(rng, N, C):
+    values = backward_inputs(rng, N, C)
+    values["residual"], values["dresidual"] = values.pop("inp"), values.pop("dinp")
+    return {**values, "dprojb": rng.standard_normal(C, dtype=np.float32)}
+
+
+fused_residual_backward = Op(
+    reference=cpu_reference.fused_residual_backward,
+    inputs=fused_backward_inputs,
+    outputs=lambda N, C: {},
+    changed=("dresidual", "dweight", "dbias", "dprojb"),
+    bytes_moved=lambda N, C: 4 * (4 * N * C + 2 * N + 7 * C),
+    shape={"N": 8192, "C": 768},
+    small={"N": 6, "C": 100},
+    odd=[{"N": 3, "C": C} for C in (1, 3, 33, 100, 768, 1600, 1601)] + [{"N": 1, "C": 768}, {"N": 11, "C": 36}],
+    trainer_shapes=[{"N": 4096, "C": 768}],
+)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def column_sums_kernel1(sums, values):
+    N, C = values.shape
+    c = cuda.grid(1)
+    if c < C:
+        total = float32(0)
+        for row in range(N):
+            total += values[row, c]
+        sums[c] += total
+
+
+@fused_residual_backward.version(1, "layernorm's version 5, then a kernel for the column sums, a thread a column")
+def fused_residual_backward1(
+    dresidual, dweight, dbias, dprojb, dout, residual, weight, mean, rstd, *, block_size=32, stream=0
+):
+    """dresidual, dout, residual: float32 (N, C); dweight, dbias, dprojb, weight: (C,); mean, rstd: (N,)."""
+    layernorm_backward5(dresidual, dweight, dbias, dout, residual, weight, mean, rstd, stream=stream)
+    column_sums_kernel1[ceil_div(dprojb.size, block_size), block_size, stream](dprojb, dresidual)
+
+
+@fused_residual_backward.version(2, "the column sums in the same pass, layernorm's version 6")
+def fused_residual_backward2(dresidual, dweight, dbias, dprojb, dout, residual, weight, mean, rstd, *, stream=0):
+    """Rows that are not a multiple of 16 bytes, or longer than 8192, go the way of version 1."""
+    C = residual.shape[1]
+    if C % 4 or C > 8192:
+        fused_residual_backward1(dresidual, dweight, dbias, dprojb, dout, residual, weight, mean, rstd, stream=stream)
+        return
+    launch_backward6(dresidual, (dweight, dbias, dprojb), dout, residual, weight, mean, rstd, stream)
