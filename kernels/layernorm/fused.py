@@ -35,18 +35,14 @@ from kernels.device import (
     store4,
 )  # fmt: skip
 from kernels.layernorm.backward import backward_inputs, launch_backward6, layernorm_backward5
-from kernels.layernorm.forward import EPS, layernorm_forward1, moments, whole_warps
+from kernels.layernorm.forward import EPS, layernorm_forward1, layernorm_inputs, moments, whole_warps
 from kernels.op import Op
 from kernels.reduce import warp_sum, warp_sum2
 
 
 def fused_forward_inputs(rng, N, C):
-    return {
-        "inp1": rng.standard_normal((N, C), dtype=np.float32),
-        "inp2": rng.standard_normal((N, C), dtype=np.float32),
-        "weight": rng.standard_normal(C, dtype=np.float32),
-        "bias": rng.standard_normal(C, dtype=np.float32),
-    }
+    values = layernorm_inputs(rng, N, C)
+    return {"inp1": values.pop("inp"), "inp2": rng.standard_normal((N, C), dtype=np.float32), **values}
 
 
 fused_residual_forward = Op(
