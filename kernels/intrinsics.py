@@ -37,110 +37,150 @@ __all__ = [
 
 # How an intrinsic is made ---------------------------------------------------------------------------------------------
 
-GLOBAL, SHARED, LITERAL, TF32 = "global", "shared", "literal", "tf32"  # kinds of arguments beside the numbers, see `ptx`
+GLOBAL, SHARED, LITERAL, TF32 = "global", "shared", "literal", "tf32"  # what an argument may be, beside a number
 
 
 def ptx(text: str, returns=None, takes=(), pure: bool = False, collective: bool = False):
     """Make an intrinsic of the function below: on a GPU it is this PTX, in the simulator the function itself.
 
     returns: the result's type (float32, ...), several in a tuple, or None.
-    takes: for each argument its type. Numba converts what it is given. GLOBAL and SHARED stand for an element, and so for
+    takes: for each argument its type; Numba converts what it is given. GLOBAL and SHARED stand for an element, and so for
     two arguments of the function, `array, i`; the instruction gets its address (32 bits wide in shared memory).
     LITERAL is an integer known when the kernel is compiled. TF32 is a float32 that PTX wants in a register without type.
     pure: the results depend on nothing but the arguments, so that the compiler may move or drop the instruction.
     collective: the lanes of a warp execute it together, so that the compiler must not move it into a branch.
     """
     results = returns if isinstance(returns, tuple) else () if returns is None else (returns,)
-    attributes = ("readnone", "nounwind") * pure + ("convergent",) * collective
 
     def decorate(twin):
         if SIMULATE:
             return twin
 
         def define(_, *given):
-            given, signature = list(given), []
+            given, accepted = list(given), []
             for kind in takes:
                 argument = given.pop(0)
                 if kind in (GLOBAL, SHARED):
-                    signature += [_contiguous(twin.__name__, argument), int64]
+                    accepted += [_contiguous(twin.__name__, argument), int64]
                     given.pop(0)
                 elif kind == LITERAL:
                     if not isinstance(argument, types.IntegerLiteral):
-                        raise RequireLiteralValue(f"{twin.__name__} takes a literal integer, or a constant of the module")
-                    signature.append(argument)
+                        raise RequireLiteralValue(
+                            f"{twin.__name__} takes a literal integer, or a constant of the module"
+                        )
+                    accepted.append(argument)
                 else:
-                    signature.append(float32 if kind == TF32 else kind)
-            numbers = [float32 if kind == TF32 else kind for kind in results]
-            result = types.none if not numbers else numbers[0] if len(numbers) == 1 else types.Tuple(numbers)
-            return result(*signature), generate
+                    accepted.append(_number(kind))
+            numbers = [_number(kind) for kind in results]
+            result = types.Tuple(numbers) if len(numbers) > 1 else numbers[0] if numbers else types.none
+            return result(*accepted), generate
 
         def generate(context, builder, signature, args):
-            operands, constraints = [], ["=" + _CONSTRAINTS[kind] for kind in results]
-            args = list(zip(signature.args, args))
+            args, operands = list(zip(signature.args, args, strict=True)), []
             for kind in takes:
-                argument_type, argument = args.pop(0)
+                type_, value = args.pop(0)
                 if kind in (GLOBAL, SHARED):
-                    space, constraint, width = (1, "l", 64) if kind == GLOBAL else (3, "r", 32)
-                    pointer = _pointer(context, builder, argument_type, argument, args.pop(0)[1], space)
-                    operands.append(builder.ptrtoint(pointer, ir.IntType(width)))
-                    constraints.append(constraint)
+                    space, width = (1, 64) if kind == GLOBAL else (3, 32)
+                    pointer = _pointer(context, builder, type_, value, args.pop(0)[1], space)
+                    value = builder.ptrtoint(pointer, ir.IntType(width))
                 elif kind == LITERAL:
-                    operands.append(ir.Constant(ir.IntType(32), argument_type.literal_value))
-                    constraints.append("n")
-                else:
-                    operands.append(builder.bitcast(argument, ir.IntType(32)) if kind == TF32 else argument)
-                    constraints.append(_CONSTRAINTS[kind])
-            result_types = [ir.IntType(32) if kind == TF32 else context.get_value_type(kind) for kind in results]
-            result_type = ir.LiteralStructType(result_types) if len(results) > 1 else [*result_types, ir.VoidType()][0]
-            function_type = ir.FunctionType(result_type, [operand.type for operand in operands])
-            if not pure:
-                constraints.append("~{memory}")
-            instruction = ir.InlineAsm(function_type, text, ",".join(constraints), side_effect=not pure)
-            value = builder.call(instruction, operands, attrs=attributes)
-            if not results:
-                return context.get_dummy_value()
+                    value = ir.Constant(ir.IntType(32), type_.literal_value)
+                elif kind == TF32:
+                    value = builder.bitcast(value, ir.IntType(32))
+                operands.append(value)
+            registers = [ir.IntType(32) if kind == TF32 else context.get_value_type(kind) for kind in results]
+            result = ir.LiteralStructType(registers) if len(registers) > 1 else [*registers, ir.VoidType()][0]
+            constraints = ["=" + _CONSTRAINT[kind] for kind in results] + [_CONSTRAINT[kind] for kind in takes]
+            value = builder.call(
+                ir.InlineAsm(
+                    ir.FunctionType(result, [operand.type for operand in operands]),
+                    text,
+                    ",".join(constraints if pure else [*constraints, "~{memory}"]),
+                    side_effect=not pure,
+                ),
+                operands,
+                attrs=("readnone", "nounwind") * pure + ("convergent",) * collective,
+            )
             values = [builder.extract_value(value, k) for k in range(len(results))] if len(results) > 1 else [value]
-            values = [builder.bitcast(value, ir.FloatType()) if kind == TF32 else value for value, kind in zip(values, results)]
-            return context.make_tuple(builder, signature.return_type, values) if len(results) > 1 else values[0]
+            for k, kind in enumerate(results):
+                if kind == TF32:
+                    values[k] = builder.bitcast(values[k], ir.FloatType())
+            if len(results) > 1:
+                return context.make_tuple(builder, signature.return_type, values)
+            return values[0] if results else context.get_dummy_value()
 
-        return _as_intrinsic(twin, define)
+        return _intrinsic(twin, define)
 
     return decorate
 
 
-def vector(define):
-    """Make an intrinsic of a load or store of neighbouring elements, which LLVM knows without assembly: `define(element
-    type)` gives its result's type, the types of its arguments after `array, i`, and what builds it from a pointer."""
+def vector_load(width: int):
+    """Make an intrinsic that loads `width` neighbouring elements at once. LLVM knows such loads without assembly, and
+    whether the memory is global or shared."""
 
     def decorate(twin):
         if SIMULATE:
             return twin
 
-        def typed(_, array, i, *values):
-            array = _contiguous(twin.__name__, array)
-            result, arguments, build = define(array.dtype)
+        def define(_, array, i):
+            return types.UniTuple(_contiguous(twin.__name__, array).dtype, width)(array, int64), generate
 
-            def generate(context, builder, signature, args):
-                pointer = _pointer(context, builder, array, args[0], args[1])
-                return build(context, builder, pointer, args[2:], signature.return_type)
+        def generate(context, builder, signature, args):
+            element = context.get_data_type(signature.args[0].dtype)
+            pointer = _pointer(context, builder, signature.args[0], *args)
+            pointer = builder.bitcast(pointer, ir.VectorType(element, width).as_pointer())
+            loaded = builder.load(pointer, align=width * signature.args[0].dtype.bitwidth // 8)
+            parts = [builder.extract_element(loaded, ir.Constant(ir.IntType(32), k)) for k in range(width)]
+            return context.make_tuple(builder, signature.return_type, parts)
 
-            return result(array, int64, *arguments), generate
-
-        return _as_intrinsic(twin, typed)
+        return _intrinsic(twin, define)
 
     return decorate
 
 
-if not SIMULATE:
-    _CONSTRAINTS = {float32: "f", int32: "r", uint32: "r", int64: "l", uint64: "l", TF32: "r"}
+def vector_store(width: int):
+    """Make an intrinsic that stores `width` neighbouring elements at once."""
+
+    def decorate(twin):
+        if SIMULATE:
+            return twin
+
+        def define(_, array, i, *values):
+            dtype = _contiguous(twin.__name__, array).dtype
+            return types.none(array, int64, *[dtype] * width), generate
+
+        def generate(context, builder, signature, args):
+            array, i, *values = args
+            element = context.get_data_type(signature.args[0].dtype)
+            packed = ir.Constant(ir.VectorType(element, width), ir.Undefined)
+            for k, value in enumerate(values):
+                packed = builder.insert_element(packed, value, ir.Constant(ir.IntType(32), k))
+            pointer = _pointer(context, builder, signature.args[0], array, i)
+            pointer = builder.bitcast(pointer, packed.type.as_pointer())
+            builder.store(packed, pointer, align=width * signature.args[0].dtype.bitwidth // 8)
+            return context.get_dummy_value()
+
+        return _intrinsic(twin, define)
+
+    return decorate
 
 
-def _as_intrinsic(twin, define):
+if not SIMULATE:  # the letters of LLVM's inline assembly for PTX's registers
+    _CONSTRAINT = {float32: "f", int32: "r", uint32: "r", int64: "l", uint64: "l"}
+    _CONSTRAINT |= {GLOBAL: "l", SHARED: "r", LITERAL: "n", TF32: "r"}
+
+
+def _number(kind):
+    return float32 if kind == TF32 else kind
+
+
+def _intrinsic(twin, define):
     """Numba reads an intrinsic's arguments off its definition's signature, so that must be the twin's."""
     parameters = inspect.signature(twin).parameters.values()
     context = inspect.Parameter("typing_context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     define.__signature__ = inspect.Signature([context, *parameters])
-    define.__name__, define.__doc__ = twin.__name__, twin.__doc__
+    define.__name__ = define.__qualname__ = twin.__name__
+    define.__doc__ = twin.__doc__
     return intrinsic(define)
 
 
@@ -157,47 +197,14 @@ def _pointer(context, builder, array_type, array, i, space=0):
     return builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, space)) if space else pointer
 
 
-def _load(width: int):
-    """`width` neighbouring elements in one aligned load."""
-
-    def define(dtype):
-        def build(context, builder, pointer, values, result):
-            element = context.get_data_type(dtype)
-            pointer = builder.bitcast(pointer, ir.VectorType(element, width).as_pointer())
-            loaded = builder.load(pointer, align=width * dtype.bitwidth // 8)
-            parts = [builder.extract_element(loaded, ir.Constant(ir.IntType(32), k)) for k in range(width)]
-            return context.make_tuple(builder, result, parts)
-
-        return types.UniTuple(dtype, width), (), build
-
-    return define
-
-
-def _store(width: int):
-    """`width` neighbouring elements in one aligned store."""
-
-    def define(dtype):
-        def build(context, builder, pointer, values, result):
-            packed = ir.Constant(ir.VectorType(context.get_data_type(dtype), width), ir.Undefined)
-            for k, value in enumerate(values):
-                packed = builder.insert_element(packed, value, ir.Constant(ir.IntType(32), k))
-            pointer = builder.bitcast(pointer, packed.type.as_pointer())
-            builder.store(packed, pointer, align=width * dtype.bitwidth // 8)
-            return context.get_dummy_value()
-
-        return types.none, (dtype,) * width, build
-
-    return define
-
-
-def _elements(array, i: int, count: int):
+def _elements(array, i: int, count: int) -> np.ndarray:
     """The simulator's view of `count` neighbouring elements, which must be there and aligned."""
     data = array.data
-    if i < 0 or i + count > array.size:
-        raise IndexError(f"elements {i} to {i + count - 1} are out of bounds for an array of {array.size}")
-    view = (data if data.ndim == 1 else data.reshape(-1))[i : i + count]
+    if i < 0 or i + count > data.size:
+        raise IndexError(f"elements {i} to {i + count - 1} are out of bounds for the {data.size}")
     if not data.flags.c_contiguous:
-        raise simulator.SimulatorError(f"an array with strides {array.strides} is not C-contiguous")
+        raise simulator.SimulatorError(f"an array with strides {data.strides} is not C-contiguous")
+    view = (data if data.ndim == 1 else data.reshape(-1))[i : i + count]
     if view.ctypes.data % view.nbytes:
         raise simulator.SimulatorError(
             f"misaligned address: element {i} does not stand at a multiple of {view.nbytes} bytes "
@@ -209,25 +216,25 @@ def _elements(array, i: int, count: int):
 # Loads and stores of several elements ---------------------------------------------------------------------------------
 
 
-@vector(_load(2))
+@vector_load(2)
 def load2(array, i):
     """Two neighbouring elements, in one 8-byte load of 4-byte elements. (PTX ISA, ld: .v2)"""
     return tuple(_elements(array, i, 2))
 
 
-@vector(_load(4))
+@vector_load(4)
 def load4(array, i):
     """Four neighbouring elements, in one 16-byte load of 4-byte elements. (PTX ISA, ld: .v4)"""
     return tuple(_elements(array, i, 4))
 
 
-@vector(_store(2))
+@vector_store(2)
 def store2(array, i, a, b):
     """Two neighbouring elements, in one 8-byte store. (PTX ISA, st: .v2)"""
     _elements(array, i, 2)[:] = (a, b)
 
 
-@vector(_store(4))
+@vector_store(4)
 def store4(array, i, a, b, c, d):
     """Four neighbouring elements, in one 16-byte store. (PTX ISA, st: .v4)"""
     _elements(array, i, 4)[:] = (a, b, c, d)
@@ -253,9 +260,7 @@ def load4_readonly(array, i):
     return load4(array, i)
 
 
-@ptx(
-    "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};", takes=(GLOBAL, float32, float32, float32, float32)
-)
+@ptx("red.global.add.v4.f32 [$0], {$1, $2, $3, $4};", takes=(GLOBAL, float32, float32, float32, float32))
 def atomic_add4(array, i, a, b, c, d):
     """Add to four neighbouring float32, each atomically; compute capability 9.0. (PTX ISA, red: .vec_32_bit)"""
     _elements(array, i, 4)[:] += np.array([a, b, c, d], np.float32)
@@ -354,30 +359,41 @@ def mma_tf32(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1):
         c0 = c[g, 2 t]    c1 = c[g, 2 t + 1]   c2 = c[g + 8, 2 t]    c3 = c[g + 8, 2 t + 1]    and d as c.
     The low 13 bits of a and b are ignored: round with to_tf32 first, or they are cut off.
     """
-    lanes = simulator.exchange("mma_tf32", 0xFFFFFFFF, (c0, c1, c2, c3, a0, a1, a2, a3, b0, b1))
+    lanes = _whole_warp("mma_tf32", (c0, c1, c2, c3, a0, a1, a2, a3, b0, b1))
     if "d" not in lanes:  # the first lane to come here computes for all
-        lanes["d"] = _mma(lanes)
-    g, t = divmod(simulator.laneid, 4)
-    d = lanes["d"]
-    return d[g, 2 * t], d[g, 2 * t + 1], d[g + 8, 2 * t], d[g + 8, 2 * t + 1]
+        lanes["d"] = _mma(np.array([lanes[lane] for lane in range(32)], np.float32))
+    return tuple(lanes["d"][simulator.laneid])
 
 
-def _mma(lanes):
-    if len(lanes) < 32:
-        raise simulator.SimulatorError(f"mma_tf32 needs all 32 lanes of a warp, {len(lanes)} are left")
-    a, b, c = (np.empty(shape, np.float32) for shape in ((16, 8), (8, 8), (16, 8)))
-    for lane, values in lanes.items():
-        g, t = divmod(lane, 4)
-        c[g, 2 * t], c[g, 2 * t + 1], c[g + 8, 2 * t], c[g + 8, 2 * t + 1] = values[:4]
-        a[g, t], a[g + 8, t], a[g, t + 4], a[g + 8, t + 4] = values[4:8]
-        b[t, g], b[t + 4, g] = values[8:]
-    for operand in (a, b):
-        operand.view(np.uint32)[:] &= np.uint32(0xFFFFE000)
-    return (a.astype(np.float64) @ b + c).astype(np.float32)
+def _mma(values: np.ndarray) -> np.ndarray:
+    """values (32, 10): what the lanes bring; returns (32, 4): what they get."""
+    g, t = np.divmod(np.arange(32), 4)
+    c0, c1, c2, c3, a0, a1, a2, a3, b0, b1 = values.T
+    a, b, c = np.empty((16, 8)), np.empty((8, 8)), np.empty((16, 8))
+    c[g, 2 * t], c[g, 2 * t + 1], c[g + 8, 2 * t], c[g + 8, 2 * t + 1] = c0, c1, c2, c3
+    a[g, t], a[g + 8, t], a[g, t + 4], a[g + 8, t + 4] = map(_cut_to_tf32, (a0, a1, a2, a3))
+    b[t, g], b[t + 4, g] = map(_cut_to_tf32, (b0, b1))
+    d = (a @ b + c).astype(np.float32)
+    return np.stack([d[g, 2 * t], d[g, 2 * t + 1], d[g + 8, 2 * t], d[g + 8, 2 * t + 1]], 1)
+
+
+def _cut_to_tf32(x: np.ndarray) -> np.ndarray:
+    return (x.copy().view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _whole_warp(name: str, value) -> dict:
+    """What all 32 lanes of the warp bring, {lane: value}."""
+    lanes = simulator.exchange(name, 0xFFFFFFFF, value)
+    if sum(lane in lanes for lane in range(32)) < 32:
+        raise simulator.SimulatorError(f"{name} needs all 32 lanes of a warp, some have exited or never were")
+    return lanes
 
 
 @ptx(
-    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", returns=(float32,) * 4, takes=(SHARED,), collective=True
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+    returns=(float32,) * 4,
+    takes=(SHARED,),
+    collective=True,
 )
 def ldmatrix_x4(array, i):
     """Four 8 x 4 matrices of float32 from shared memory, one element of each to every lane; compute capability 7.5.
@@ -389,14 +405,16 @@ def ldmatrix_x4(array, i):
     return _ldmatrix("ldmatrix_x4", array, i, 4)
 
 
-@ptx("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0, $1}, [$2];", returns=(float32,) * 2, takes=(SHARED,), collective=True)
+@ptx(
+    "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0, $1}, [$2];", returns=(float32,) * 2, takes=(SHARED,), collective=True
+)
 def ldmatrix_x2(array, i):
     """Two matrices, as ldmatrix_x4. Lanes 0 to 15 name the rows; what the others name is ignored."""
     return _ldmatrix("ldmatrix_x2", array, i, 2)
 
 
 def _ldmatrix(name, array, i, count):
-    lanes = simulator.exchange(name, 0xFFFFFFFF, (array, i))
+    lanes = _whole_warp(name, (array, i))
     r, k = divmod(simulator.laneid, 4)
     return tuple(_elements(*lanes[8 * m + r], 4)[k] for m in range(count))
 

@@ -2,8 +2,8 @@
 
 It runs the same kernels in plain Python: blocks one after the other, the threads of a block by turns, each in a greenlet,
 so that nothing ever runs beside anything else. A thread runs until it must wait for others: at a warp collective
-(shuffle, vote, syncwarp) or at a barrier. Warps are never in lockstep, as on every GPU since Volta: what a warp must
-agree on has to be said with a `_sync`.
+(shuffle, vote, syncwarp) or at a barrier. Every other block starts with its last thread. Warps are never in lockstep, as on
+every GPU since Volta: what a warp must agree on has to be said with a `_sync`.
 
 Where a GPU hangs, crashes or computes nonsense, a SimulatorError names kernel, source line, block and thread:
 an index out of bounds (negative ones too, which Numba takes from the end), a mask without the caller, a warp whose lanes
@@ -11,8 +11,11 @@ name different masks, a shuffle that reads a lane that has exited, a barrier tha
 arrays start as NaN (integers: POISON), so that reading what nobody wrote shows.
 
 Numbers are NumPy's. Floats loaded from a float32 array stay float32 through arithmetic and through `math`, as they do in
-Numba. Two differences remain. A bare 0.5 takes the type of what it meets; Numba computes in float64 from there on, which
-is slower on a GPU and never less exact. Integers load as Python's, that never overflow; Numba's are 64 bits wide.
+Numba. Two differences remain. A bare 0.5, or an integer, takes the type of the float32 that it meets; Numba goes on in
+float64 from there, which is slower on a GPU, never less exact. And integers are Python's, that never overflow; Numba's are
+64 bits wide, once computed with.
+
+What only a GPU can do: blocks that wait for one another (they run in turn here, and one that spins would spin for ever).
 """
 
 import functools
@@ -161,7 +164,12 @@ def _shared_array(shape, dtype, alignment=None):
 
 
 def _local_array(shape, dtype, alignment=None):
-    return checked(_poisoned(_shape(shape), dtype, alignment))
+    return checked(_template(_shape(shape), dtype).copy())
+
+
+@functools.cache
+def _template(shape, dtype) -> np.ndarray:
+    return _poisoned(shape, dtype, None)
 
 
 def _constant_array(array):
@@ -248,6 +256,7 @@ class Launch:
         self.hub = getcurrent()
         self.idle = []  # greenlets that wait for work
         self.failure = None  # (thread, exception)
+        self.backwards = False  # every other block, so that a missing barrier shows whichever way its threads read
         self.dynamic_bytes = dynamic_bytes
         self.threads, self.warps = [], []
         for z, y, x in itertools.product(range(block.z), range(block.y), range(block.x)):
@@ -266,11 +275,14 @@ class Launch:
         self.state = {}  # what intrinsics keep for the block
         self.barriers = {}  # barrier -> {thread: value} of the threads that have arrived
         self.ready = deque()  # threads that have what they waited for
-        self.fresh = iter(self.threads)  # threads that have not started
+        self.fresh = deque(self.threads)  # threads that have not started
+        if self.backwards:
+            self.fresh.reverse()
+        self.backwards = not self.backwards
         for warp in self.warps:
             warp.live = (1 << len(warp.threads)) - 1
             warp.waiting = {}
-        while self.failure is None and self.fresh.__length_hint__():
+        while self.fresh and not self.failure:
             (self.idle.pop() if self.idle else greenlet(self.work)).switch()  # from here, or their stacks would nest
         if self.failure is None and any(warp.live for warp in self.warps):
             self.failure = self.deadlock()
@@ -282,11 +294,11 @@ class Launch:
         me = getcurrent()
         with np.errstate(all="ignore"):
             while True:
-                thread = None if self.ready or self.failure else next(self.fresh, None)
-                if thread is None:
+                if self.ready or self.failure or not self.fresh:
                     self.idle.append(me)
                     (self.ready.popleft().greenlet if self.ready and not self.failure else self.hub).switch()
                     continue
+                thread = self.fresh.popleft()
                 thread.greenlet = me
                 _become(thread)
                 try:
@@ -355,19 +367,19 @@ class Launch:
         place = f"{_short(code.co_filename)}:{code.co_firstlineno}"
         if error.__traceback__ is None:
             place = self.place(thread)
-        trace = error.__traceback__
-        name = ""
+        trace, of = error.__traceback__, ""
         while trace is not None:
             frame = trace.tb_frame
             if frame.f_code.co_filename not in OURS:
-                place = f"{_short(frame.f_code.co_filename)}:{trace.tb_lineno}"
-                variables = frame.f_locals
-            elif isinstance(error, IndexError) and isinstance(array := frame.f_locals.get("self"), Array):
-                name = next((f" of {name}" for name, value in variables.items() if value is array), "")
+                place, theirs = f"{_short(frame.f_code.co_filename)}:{trace.tb_lineno}", frame.f_locals
+            elif isinstance(error, IndexError):
+                array = frame.f_locals.get("self", frame.f_locals.get("array"))
+                if isinstance(array, Array):
+                    of = next((f" of {name}" for name, value in theirs.items() if value is array), of)
             trace = trace.tb_next
         kind = "" if isinstance(error, SimulatorError) else f"{type(error).__name__}: "
         located = SimulatorError(
-            f"{kind}{error}{name} [{self.kernel.__name__}, {place}, block {blockIdx!r}, thread {thread!r}]"
+            f"{kind}{error}{of} [{self.kernel.__name__}, {place}, block {blockIdx!r}, thread {thread!r}]"
         )
         located.__cause__ = None if kind == "" or isinstance(error, IndexError) else error
         located.__suppress_context__ = True
@@ -732,3 +744,7 @@ atomic = SimpleNamespace(
 )
 
 cuda = sys.modules[__name__]
+
+
+def __getattr__(name):
+    raise AttributeError(f"the simulator has no cuda.{name}")

@@ -457,6 +457,21 @@ def test_what_nobody_wrote_is_poison():
 
 
 @cuda.jit
+def missing_barrier_kernel(out, step):
+    shared = cuda.shared.array(34, float32)
+    t = cuda.threadIdx.x
+    shared[t + 1] = t
+    out[cuda.grid(1)] = shared[t + 1 + step]
+
+
+@simulated
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_missing_barrier_shows_in_one_of_two_blocks(step):
+    out = run(missing_barrier_kernel, 2, 32, np.zeros(64, np.float32), step)
+    assert np.isnan(out).sum() > 31
+
+
+@cuda.jit
 def outside_mask_kernel(out, inp):
     lane = cuda.laneid
     if lane < 16:
@@ -484,7 +499,9 @@ def refuses(kernel, launch, *words):
     for word in (*words, f"{kernel.__name__}, ", f"test_simulator.py:{line},"):
         assert word in message, f"{word!r} is not in: {message}"
     assert "\n" not in message
-    assert (run(scale_kernel, 1, 32, np.empty(32, np.float32), values(), 1)[0] == values()).all(), "the next launch works"
+    assert (run(scale_kernel, 1, 32, np.empty(32, np.float32), values(), 1)[0] == values()).all(), (
+        "the next launch works"
+    )
 
 
 @cuda.jit
@@ -528,7 +545,9 @@ def test_an_index_out_of_bounds():
     refuses(negative_kernel, lambda: run(negative_kernel, 3, 32, np.zeros(96, np.int32)), *negative)
     matrix = np.zeros((3, 4), np.float32)
     refuses(column_kernel, lambda: run(column_kernel, 1, 5, matrix), "index 4 is out of bounds for axis 1 with size 4")
-    refuses(shared_index_kernel, lambda: run(shared_index_kernel, 1, 3, matrix), "index 2", "of tile", "thread (2, 0, 0)")
+    refuses(
+        shared_index_kernel, lambda: run(shared_index_kernel, 1, 3, matrix), "index 2", "of tile", "thread (2, 0, 0)"
+    )
     refuses(local_index_kernel, lambda: run(local_index_kernel, 1, 3, matrix), "index 4", "of mine", "thread (0, 0, 0)")
 
 
