@@ -60,7 +60,7 @@ def _short(row) -> str:
     error = max(row.errors.values(), default=0.0)
     flag = "" if row.right or row.right is None else "  WRONG"
     rate = f"{row.tflops:7.1f} TFLOP/s" if row.tflops else f"{row.gbps:7.0f} GB/s"
-    kernels = " ".join(f"{k.registers}r{'+%dL' % k.local if k.local else ''}/{k.occupancy:.0%}" for k in row.kernels)
+    kernels = " ".join(f"{k.registers}r{f'+{k.local}L' if k.local else ''}/{k.occupancy:.0%}" for k in row.kernels)
     return f"{row.us:9.1f} us {rate} {row.of_roofline:5.0%}  error {error:.1e}{flag}  {kernels}"
 
 
@@ -82,7 +82,6 @@ def measure_steps(prefix: str, results: dict, steps: int = 40) -> None:
         found[name] = _median_ms(lambda: model.train_step(*loader.next_batch(), 3e-4, next(numbers)), steps)  # noqa: B023
         print(f"{name}: {found[name]:.2f} ms", flush=True)
         model.close()
-        del model
         save(results)
     try:
         import torch

@@ -58,6 +58,8 @@ def _compile(dispatcher, args) -> None:
     for cc, found in _current[-1].items():
         # numba compiles for the architecture-specific target (sm_90a) where the card has one; so do we
         ptx = library.get_asm_str(cc=(*cc, "a" if cc >= (9, 0) else ""))
+        if ".extern .func" in ptx:  # numba would link a library then, and such a kernel cannot be cached on disk
+            raise TypeError(f"{dispatcher.py_func.__name__} calls a library's function (array.reshape in a kernel does)")
         found.append((dispatcher.py_func.__name__, ptx))
 
 

@@ -154,13 +154,16 @@ class Picked:
             raise AttributeError(f"no op is called {name}; there are {', '.join(sorted(OPS))}")
         ladder = [(v, {"tf32": self.tf32} if v.precision == "either" else {}) for v in self.ladder(name)]
 
-        def launch(*args):
+        def launch(*args) -> Version:
+            """Returns the version that took the call."""
+            reason = "all were ruled out"
             for version, options in ladder:
                 try:
-                    return version(*args, stream=self.stream, **options)
+                    version(*args, stream=self.stream, **options)
+                    return version
                 except ShapeError as refusal:
-                    reason = refusal
-            raise ShapeError(f"{name}: no version takes this shape; the last one {reason}")
+                    reason = f"the last one {refusal}"
+            raise ShapeError(f"{name}: no version can run here: {reason}")
 
         launch.__name__ = name
         setattr(self, name, launch)

@@ -1,14 +1,20 @@
 """Encoder backward: every row of dout is added to the row of dwte of its token and to the row of dwpe of its position.
 
 version 1: a thread an element, with atomic additions, since a token can occur twice
+version 2: a thread a channel, which walks down all rows: no atomics, but few threads
+version 3: positions sorted by token, a block for each run of the same token: no atomics, and the same bits every time
+version 4: 16-byte loads and stores
+version 5: a radix sort that one block does while the others add up dwpe, and long runs shared out among blocks
 """
 
 import numpy as np
 
 import cpu_reference
-from kernels.device import ceil_div, cuda
-from kernels.encoder.forward import encoder_forward, random_tokens, rows_touched
+from kernels.device import FULL_MASK, WARP, ceil_div, cuda, float32, int32, load4, load4_readonly, load4_streaming
+from kernels.device import need, scratch, store4
+from kernels.encoder.forward import add4, encoder_forward, random_tokens, rows_touched, threads_of_row
 from kernels.op import Op
+from kernels.reduce import warp_sum
 
 
 def encoder_backward_inputs(rng, B, T, C, V, zipf):
@@ -33,6 +39,8 @@ encoder_backward = Op(
         *encoder_forward.odd,
         {"B": 2, "T": 100, "C": 4, "V": 1, "zipf": 0},
         {"B": 1, "T": 300, "C": 6, "V": 70000, "zipf": 1},
+        {"B": 3, "T": 70, "C": 132, "V": 300, "zipf": 1},
+        {"B": 3, "T": 4000, "C": 4, "V": 50257, "zipf": 1},
     ],
     trainer_shapes=encoder_forward.trainer_shapes,
 )
@@ -53,3 +61,318 @@ def encoder_backward_kernel1(dwte, dwpe, dout, inp):
 def encoder_backward1(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
     """dwte: float32 (V, C) and dwpe: (maxT, C), added to; dout: (B, T, C); inp: int32 (B, T), on the device."""
     encoder_backward_kernel1[ceil_div(dout.size, block_size), block_size, stream](dwte, dwpe, dout, inp)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def encoder_backward_kernel2(dwte, dwpe, dout, inp):
+    B, T, C = dout.shape
+    c = cuda.grid(1)
+    if c < C:
+        for b in range(B):
+            for t in range(T):
+                dwte[inp[b, t], c] += dout[b, t, c]
+                dwpe[t, c] += dout[b, t, c]
+
+
+@encoder_backward.version(2, "a thread a channel, no atomics")
+def encoder_backward2(dwte, dwpe, dout, inp, *, block_size=32, stream=0):
+    """dwte: float32 (V, C) and dwpe: (maxT, C), added to; dout: (B, T, C); inp: int32 (B, T), on the device."""
+    encoder_backward_kernel2[ceil_div(dout.shape[2], block_size), block_size, stream](dwte, dwpe, dout, inp)
+
+
+@cuda.jit(cache=True)
+def order_by_token_kernel(order, tokens):
+    """order (N,): the positions 0 to N-1 in the order of their tokens, equal ones in the order of the text. A warp counts how
+    many come before its position, which is where the position goes."""
+    i, lane = cuda.grid(1) // WARP, cuda.laneid
+    if i < tokens.size:
+        token = tokens[i]
+        before = int32(0)
+        for j in range(lane, tokens.size, WARP):
+            if tokens[j] < token or (tokens[j] == token and j < i):
+                before += int32(1)
+        before = warp_sum(before)
+        if lane == 0:
+            order[before] = i
+
+
+@cuda.jit(cache=True, fastmath=True)
+def dwpe_kernel3(dwpe, dout):
+    B, T, C = dout.shape
+    i = cuda.grid(1)
+    if i < T * C:
+        t, c = i // C, i % C
+        total = float32(0)
+        for b in range(B):
+            total += dout[b, t, c]
+        dwpe[t, c] += total
+
+
+@cuda.jit(cache=True, fastmath=True)
+def dwte_kernel3(dwte, rows, tokens, order):
+    C = rows.shape[1]
+    first = cuda.blockIdx.x
+    token = tokens[order[first]]
+    if first == 0 or tokens[order[first - 1]] != token:  # a run of equal tokens begins: this block owns it
+        for c in range(cuda.threadIdx.x, C, cuda.blockDim.x):
+            total = float32(0)
+            i = first
+            while i < order.size and tokens[order[i]] == token:
+                total += rows[order[i], c]
+                i += 1
+            dwte[token, c] += total
+
+
+@encoder_backward.version(3, "positions sorted by token, a block for each run of equal tokens")
+def encoder_backward3(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
+    """dwte: float32 (V, C) and dwpe: (maxT, C), added to; dout: (B, T, C); inp: int32 (B, T), on the device."""
+    B, T, C = dout.shape
+    order, tokens = scratch("encoder_backward3", B * T, np.int32), inp.reshape(B * T)
+    order_by_token_kernel[ceil_div(B * T * WARP, block_size), block_size, stream](order, tokens)
+    dwpe_kernel3[ceil_div(T * C, block_size), block_size, stream](dwpe, dout)
+    dwte_kernel3[B * T, block_size, stream](dwte, dout.reshape((B * T, C)), tokens, order)
+
+
+@cuda.jit(device=True, cache=True, fastmath=True)
+def sum_of_sequences(dout, i, stop, step):
+    """The sum of the four elements at i, i + step, i + 2 step, ... before stop, four independent loads at a time."""
+    total = float32(0), float32(0), float32(0), float32(0)
+    while i + 3 * step < stop:
+        x0 = load4_readonly(dout, i)
+        x1 = load4_readonly(dout, i + step)
+        x2 = load4_readonly(dout, i + 2 * step)
+        x3 = load4_readonly(dout, i + 3 * step)
+        total = add4(total, add4(add4(x0, x1), add4(x2, x3)))
+        i += 4 * step
+    while i < stop:
+        total = add4(total, load4_readonly(dout, i))
+        i += step
+    return total
+
+
+@cuda.jit(cache=True, fastmath=True)
+def dwpe_kernel4(dwpe, dout):
+    B, T, C = dout.shape
+    i = 4 * cuda.grid(1)
+    if i < T * C:
+        store4(dwpe, i, *add4(load4(dwpe, i), sum_of_sequences(dout, i, dout.size, T * C)))
+
+
+@cuda.jit(cache=True, fastmath=True)
+def dwte_kernel4(dwte, dout, tokens, order):
+    C = dout.shape[2]
+    first = cuda.blockIdx.x
+    token = tokens[order[first]]
+    if first == 0 or tokens[order[first - 1]] != token:
+        c = 4 * cuda.threadIdx.x
+        while c < C:
+            total = float32(0), float32(0), float32(0), float32(0)
+            i = first
+            while i < order.size and tokens[order[i]] == token:
+                total = add4(total, load4_readonly(dout, order[i] * C + c))
+                i += 1
+            store4(dwte, token * C + c, *add4(load4(dwte, token * C + c), total))
+            c += 4 * cuda.blockDim.x
+
+
+@encoder_backward.version(4, "16-byte loads and stores")
+def encoder_backward4(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
+    """As version 3, with C a multiple of 4."""
+    B, T, C = dout.shape
+    threads = threads_of_row(C, block_size)
+    order, tokens = scratch("encoder_backward4", B * T, np.int32), inp.reshape(B * T)
+    order_by_token_kernel[ceil_div(B * T * WARP, block_size), block_size, stream](order, tokens)
+    dwpe_kernel4[ceil_div(T * C, 4 * block_size), block_size, stream](dwpe, dout)
+    dwte_kernel4[B * T, threads, stream](dwte, dout, tokens, order)
+
+
+# Version 5 takes as many whole sequences at a time as one block can sort. A position becomes a key: its token above the
+# POSITION_BITS of its place among these. `order` holds the sorted keys between neighbours that no token equals.
+POSITION_BITS = 13
+POSITIONS = 1 << POSITION_BITS
+PADDING = (1 << 18) - 1  # a token, so that keys are positive int32
+SORT_THREADS = 512
+SORT_WARPS = SORT_THREADS // WARP
+ROUNDS = POSITIONS // SORT_THREADS  # keys a thread
+DIGITS = 256  # a pass of the sort looks at eight bits
+WINDOW = 4  # keys a block of the second kernel
+
+
+@cuda.jit(device=True, cache=True)
+def sort_pass(keys, sorted_keys, counts, rounds, shift):
+    """One pass of a stable radix sort (Knuth, The Art of Computer Programming 3, 5.2.5): by the eight bits above shift. A
+    warp's keys stand before the next warp's, a round's before the next round's, a lane's before the next lane's."""
+    lane, warp = cuda.laneid, cuda.threadIdx.x >> 5
+    places = cuda.local.array(ROUNDS, int32)
+    for digit in range(lane, DIGITS, WARP):
+        counts[warp, digit] = 0
+    cuda.syncwarp(FULL_MASK)
+    for r in range(ROUNDS):  # where among the warp's keys of its digit does a key stand?
+        if r < rounds:
+            digit = int32(keys[r] >> shift & (DIGITS - 1))
+            peers = cuda.match_any_sync(FULL_MASK, digit)
+            lower = peers & ((1 << lane) - 1)
+            places[r] = counts[warp, digit] + cuda.popc(lower)
+            cuda.syncwarp(FULL_MASK)
+            if lower == 0:
+                counts[warp, digit] += cuda.popc(peers)
+            cuda.syncwarp(FULL_MASK)
+    cuda.syncthreads()
+    digits_before(counts, sorted_keys)
+    for r in range(ROUNDS):
+        if r < rounds:
+            digit = keys[r] >> shift & (DIGITS - 1)
+            sorted_keys[counts[warp, digit] + places[r]] = keys[r]
+    cuda.syncthreads()
+    for r in range(ROUNDS):
+        if r < rounds:
+            keys[r] = sorted_keys[(warp * rounds + r) * WARP + lane]
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True, cache=True)
+def digits_before(counts, room):
+    """counts[warp, digit] becomes the number of keys with a smaller digit, or the same in an earlier warp; room for one
+    number a warp. A thread takes a digit."""
+    tid, lane, warp = cuda.threadIdx.x, cuda.laneid, cuda.threadIdx.x >> 5
+    own = int32(0)
+    if tid < DIGITS:
+        for w in range(SORT_WARPS):
+            own += counts[w, tid]
+    before = own  # of the digits of this warp's lanes up to this one
+    for step in (1, 2, 4, 8, 16):
+        other = cuda.shfl_up_sync(FULL_MASK, before, step)
+        if lane >= step:
+            before += other
+    if lane == WARP - 1:
+        room[warp] = before
+    cuda.syncthreads()
+    if tid < DIGITS:
+        before -= own
+        for w in range(warp):
+            before += room[w]
+        for w in range(SORT_WARPS):
+            count = counts[w, tid]
+            counts[w, tid] = before
+            before += count
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True, cache=True)
+def sort_by_token(order, tokens, first, count, passes):
+    """The block sorts the keys of the tokens from first to first + count into order."""
+    sorted_keys = cuda.shared.array(POSITIONS, int32)
+    counts = cuda.shared.array((SORT_WARPS, DIGITS), int32)
+    keys = cuda.local.array(ROUNDS, int32)
+    tid, lane, warp = cuda.threadIdx.x, cuda.laneid, cuda.threadIdx.x >> 5
+    rounds = (count + SORT_THREADS - 1) // SORT_THREADS
+    for r in range(ROUNDS):
+        if r < rounds:
+            position = (warp * rounds + r) * WARP + lane
+            token = tokens[first + position] if position < count else int32(PADDING)
+            keys[r] = token << POSITION_BITS | position
+    for p in range(passes):
+        sort_pass(keys, sorted_keys, counts, rounds, POSITION_BITS + 8 * p)
+    for r in range(ROUNDS):
+        if r < rounds:
+            order[1 + (warp * rounds + r) * WARP + lane] = keys[r]
+    if tid == 0:
+        order[0] = -1
+        order[1 + rounds * SORT_THREADS] = PADDING << POSITION_BITS
+
+
+@cuda.jit(cache=True, fastmath=True)
+def sort_and_dwpe_kernel(order, dwpe, dout, tokens, b, sequences, passes):
+    """Of the sequences from b on: the first block sorts, the others add to dwpe."""
+    B, T, C = dout.shape
+    if cuda.blockIdx.x == 0:
+        sort_by_token(order, tokens, b * T, sequences * T, passes)
+    else:
+        i = 4 * (cuda.grid(1) - cuda.blockDim.x)
+        if i < T * C:
+            total = sum_of_sequences(dout, b * T * C + i, (b + sequences) * T * C, T * C)
+            store4(dwpe, i, *add4(load4(dwpe, i), total))
+
+
+@cuda.jit(cache=True, fastmath=True)
+def window_kernel(dwte, partials, dout, order, first):
+    """A block takes the next WINDOW keys of order. The sum of a run that lies within goes into dwte. Of one that began in an
+    earlier window it goes to partials[0, window], of one that goes on in a later window to partials[1, window]."""
+    C, windows, window = dwte.shape[1], cuda.gridDim.x, cuda.blockIdx.x
+    tokens, places = cuda.local.array(WINDOW + 2, int32), cuda.local.array(WINDOW + 2, int32)
+    rows, old = cuda.local.array((WINDOW, 4), float32), cuda.local.array((WINDOW, 4), float32)
+    for n in range(WINDOW + 2):  # with a neighbour on either side
+        key = order[window * WINDOW + n]
+        tokens[n], places[n] = key >> POSITION_BITS, key & (POSITIONS - 1)
+    c = 4 * cuda.threadIdx.x
+    while c < C:
+        for n in range(WINDOW):  # all loads before anything waits for one
+            if tokens[n + 1] != PADDING:
+                row = load4_streaming(dout, (first + places[n + 1]) * C + c)
+                rows[n, 0], rows[n, 1], rows[n, 2], rows[n, 3] = row
+        for n in range(WINDOW):
+            if tokens[n + 1] != PADDING and tokens[n + 2] != tokens[n + 1]:
+                row = load4_streaming(dwte, tokens[n + 1] * C + c)
+                old[n, 0], old[n, 1], old[n, 2], old[n, 3] = row
+        total = float32(0), float32(0), float32(0), float32(0)
+        began_here = tokens[0] != tokens[1]
+        for n in range(WINDOW):
+            token = tokens[n + 1]
+            if token != PADDING:
+                total = add4(total, (rows[n, 0], rows[n, 1], rows[n, 2], rows[n, 3]))
+                ends = tokens[n + 2] != token
+                if ends and began_here:
+                    store4(dwte, token * C + c, *add4((old[n, 0], old[n, 1], old[n, 2], old[n, 3]), total))
+                elif ends or n == WINDOW - 1:
+                    store4(partials, ((windows if began_here else 0) + window) * C + c, *total)
+                if ends:
+                    total = float32(0), float32(0), float32(0), float32(0)
+                    began_here = True
+        c += 4 * cuda.blockDim.x
+
+
+@cuda.jit(cache=True, fastmath=True)
+def long_runs_kernel(dwte, partials, order, windows):
+    """The block of the window in which a run begins that goes on in later ones adds up its partials, 128 channels of them:
+    every warp a share of the windows, then the first warp the warps' sums."""
+    C, window = dwte.shape[1], cuda.blockIdx.x
+    lane, warp, warps = cuda.laneid, cuda.threadIdx.x >> 5, cuda.blockDim.x >> 5
+    token = order[(window + 1) * WINDOW] >> POSITION_BITS  # of the window's last key
+    goes_on = order[(window + 1) * WINDOW + 1] >> POSITION_BITS == token and token != PADDING
+    if goes_on and order[window * WINDOW] >> POSITION_BITS != token:
+        sums = cuda.shared.array((32, 4 * WARP), float32, alignment=16)
+        c = 4 * (cuda.blockIdx.y * WARP + lane)
+        total = float32(0), float32(0), float32(0), float32(0)
+        if c < C and warp == 0:
+            total = load4(partials, (windows + window) * C + c)
+        other = window + 1 + warp
+        while other < windows and order[other * WINDOW + 1] >> POSITION_BITS == token:
+            if c < C:
+                total = add4(total, load4(partials, other * C + c))
+            other += warps
+        store4(sums, (warp * WARP + lane) * 4, *total)
+        cuda.syncthreads()
+        if warp == 0 and c < C:
+            for w in range(1, warps):
+                total = add4(total, load4(sums, (w * WARP + lane) * 4))
+            store4(dwte, token * C + c, *add4(load4(dwte, token * C + c), total))
+
+
+@encoder_backward.version(5, "a radix sort beside the sums of dwpe, long runs shared out among blocks")
+def encoder_backward5(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
+    """As version 3, with C a multiple of 4, T at most 8192 and V below 262144."""
+    B, T, C = dout.shape
+    threads = threads_of_row(C, block_size)
+    need(T <= POSITIONS, f"needs T at most {POSITIONS}, got {T}")
+    need(len(dwte) <= PADDING, f"needs at most {PADDING} rows of wte, got {len(dwte)}")
+    passes = ceil_div((len(dwte) - 1).bit_length(), 8)
+    at_once = min(B, POSITIONS // T)
+    order = scratch("encoder_backward5_order", POSITIONS + 2, np.int32)
+    partials = scratch("encoder_backward5_partials", (2, ceil_div(at_once * T, WINDOW), C))
+    blocks, tokens = 1 + ceil_div(T * C, 4 * SORT_THREADS), inp.reshape(B * T)
+    for b in range(0, B, at_once):
+        sequences = min(at_once, B - b)
+        windows = ceil_div(sequences * T, WINDOW)
+        sort_and_dwpe_kernel[blocks, SORT_THREADS, stream](order, dwpe, dout, tokens, b, sequences, passes)
+        window_kernel[windows, threads, stream](dwte, partials, dout, order, b * T)
+        long_runs_kernel[(windows, ceil_div(C, 4 * WARP)), 512, stream](dwte, partials, order, windows)

@@ -1,0 +1,84 @@
+"""Where a training step's time goes: `python train_gpt2_fp32.py --profile`. Each op's time on the GPU, from CUDA events."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from kernels.device import cuda, uint64
+from kernels.timing import hold_kernel
+
+HOLD_NANOSECONDS = 100_000_000  # longer than Python needs to queue a step, so that no kernel waits for its launch
+
+
+@dataclass
+class Spent:
+    """What one version of an op took in all its calls of a step."""
+
+    calls: int = 0
+    ms: float = 0.0
+    nbytes: int = 0  # of its array arguments, each once
+    events: list = field(default_factory=list)
+
+
+class Profiled:
+    """A namespace of ops like the one it wraps, which puts events around every call."""
+
+    def __init__(self, ops, stream):
+        self.ops, self.stream = ops, stream
+        self.spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
+
+    def hold(self) -> None:
+        """Let the GPU wait until the host is far ahead."""
+        hold_kernel[1, 1, self.stream](uint64(HOLD_NANOSECONDS))
+
+    def __getattr__(self, name: str):
+        launch = getattr(self.ops, name)
+
+        def timed(*args):
+            start, end = cuda.event(), cuda.event()
+            start.record(self.stream)
+            version = launch(*args)
+            end.record(self.stream)
+            spent = self.spent[name, version.number if version else 0]
+            spent.events.append((start, end))
+            spent.nbytes += sum(getattr(arg, "nbytes", 0) for arg in args)
+            return version
+
+        return timed
+
+    def table(self) -> list[tuple[str, int, Spent]]:
+        """(op, version, what it spent), the most first. Waits for the GPU."""
+        self.stream.synchronize()
+        for spent in self.spent.values():
+            spent.calls = len(spent.events)
+            spent.ms = sum(cuda.event_elapsed_time(start, end) for start, end in spent.events)
+        return sorted(((*key, spent) for key, spent in self.spent.items()), key=lambda row: -row[2].ms)
+
+
+def profile_step(model, inputs, targets, learning_rate: float, step: int) -> Profiled:
+    """One training step, launched kernel by kernel. The model learns from it as from any other."""
+    plain, graph = model.ops, model.backend.graph
+    model.ops, model.backend.graph = Profiled(plain, model.backend.stream), False
+    try:
+        model.ops.hold()
+        model.train_step(inputs, targets, learning_rate, step)
+        return model.ops
+    finally:
+        model.ops, model.backend.graph = plain, graph
+
+
+def print_profile(profiled: Profiled) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kernels.op import OPS
+
+    rows = profiled.table()
+    whole = sum(spent.ms for _, _, spent in rows)
+    table = Table(title=f"a training step's ops: {whole:.2f} ms on the GPU", title_justify="left")
+    for name in ("op", "version", "calls", "ms", "%", "us a call", "GB/s"):
+        table.add_column(name, justify="left" if name == "op" else "right")
+    for op, number, spent in rows:
+        rate = spent.nbytes / spent.ms / 1e6 if spent.ms else 0
+        what = f"{op} [dim]{OPS[op].versions[number].description}[/dim]" if op in OPS else op
+        table.add_row(what, str(number), str(spent.calls), f"{spent.ms:.3f}", f"{100 * spent.ms / whole:.1f}", f"{1e3 * spent.ms / spent.calls:.1f}", f"{rate:.0f}")
+    Console(highlight=False, width=140).print(table)
