@@ -196,6 +196,7 @@ SORT_WARPS = SORT_THREADS // WARP
 ROUNDS = POSITIONS // SORT_THREADS  # keys a thread
 DIGITS = 256  # a pass of the sort looks at eight bits
 WINDOW = 4  # keys a block of the second kernel
+NEIGHBOURHOOD = WINDOW + 2  # with a neighbour on either side
 
 
 @cuda.jit(device=True, cache=True)
@@ -299,9 +300,9 @@ def window_kernel(dwte, partials, dout, order, first):
     """A block takes the next WINDOW keys of order. The sum of a run that lies within goes into dwte. Of one that began in an
     earlier window it goes to partials[0, window], of one that goes on in a later window to partials[1, window]."""
     C, windows, window = dwte.shape[1], cuda.gridDim.x, cuda.blockIdx.x
-    tokens, places = cuda.local.array(WINDOW + 2, int32), cuda.local.array(WINDOW + 2, int32)
+    tokens, places = cuda.local.array(NEIGHBOURHOOD, int32), cuda.local.array(NEIGHBOURHOOD, int32)
     rows, old = cuda.local.array((WINDOW, 4), float32), cuda.local.array((WINDOW, 4), float32)
-    for n in range(WINDOW + 2):  # with a neighbour on either side
+    for n in range(NEIGHBOURHOOD):
         key = order[window * WINDOW + n]
         tokens[n], places[n] = key >> POSITION_BITS, key & (POSITIONS - 1)
     c = 4 * cuda.threadIdx.x
