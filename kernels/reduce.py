@@ -6,13 +6,12 @@ fixed, so results are the same bits from run to run. Blocks are a multiple of 32
 
 import math
 
-from kernels.device import FULL_MASK, WARP, cuda, float32
+from kernels.device import FULL_MASK, WARP, cuda, exp2_approx, float32
 
 
 @cuda.jit(device=True, cache=True)
 def warp_sum(x):
-    """The sum over the warp's lanes: after a step, a lane holds the sum of the lanes that differ from it in the bits of the
-    offsets so far."""
+    """The sum over the warp's lanes. After the step of 16 a lane holds the sum of two lanes, then of four, ..."""
     offset = WARP // 2
     while offset > 0:  # unrolled by the compiler
         x += cuda.shfl_xor_sync(FULL_MASK, x, offset)
@@ -80,3 +79,53 @@ def block_sum2(x, y):
     cuda.syncthreads()
     inside = lane < cuda.blockDim.x >> 5
     return warp_sum2(partials[0, lane] if inside else float32(0), partials[1, lane] if inside else float32(0))
+
+
+# Softmax needs the largest x of a row and then the sum of exp(x - largest). One pass is enough for both if a sum carries
+# the top that its powers refer to, and is scaled when the top rises (Milakov and Gimelshein 2018). Here it is a sum of
+# powers of 2: with top and x times log2(e), 2**(x - top) is one instruction after a fused multiply-add.
+
+LOG2E = float32(math.log2(math.e))
+LN2 = float32(math.log(2))
+LOWEST = float32(-1e38)  # below every logit. Not minus infinity: fastmath promises the compiler that there is none
+
+
+@cuda.jit(device=True, cache=True, fastmath=True)
+def online_add(top, total, x):
+    """(top, total) of some numbers, with one more."""
+    x *= LOG2E
+    if x > top:
+        return x, total * exp2_approx(top - x) + float32(1)
+    return top, total + exp2_approx(x - top)
+
+
+@cuda.jit(device=True, cache=True, fastmath=True)
+def online_add4(top, total, a, b, c, d):
+    """(top, total) of some numbers, with four more: one scaling for all of them, and no branch."""
+    largest = max(top, LOG2E * max(max(a, b), max(c, d)))
+    powers = (exp2_approx(LOG2E * a - largest) + exp2_approx(LOG2E * b - largest)) + (
+        exp2_approx(LOG2E * c - largest) + exp2_approx(LOG2E * d - largest)
+    )
+    return largest, total * exp2_approx(top - largest) + powers
+
+
+@cuda.jit(device=True, cache=True, fastmath=True)
+def warp_online(top, total):
+    """(top, total) of all the numbers of the warp's lanes."""
+    largest = warp_max(top)
+    return largest, warp_sum(total * exp2_approx(top - largest))
+
+
+@cuda.jit(device=True, cache=True, fastmath=True)
+def block_online(top, total):
+    """(top, total) of all the numbers of the block's threads."""
+    partials = cuda.shared.array((2, WARP), float32)
+    lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+    top, total = warp_online(top, total)
+    cuda.syncthreads()
+    if lane == 0:
+        partials[0, warp] = top
+        partials[1, warp] = total
+    cuda.syncthreads()
+    inside = lane < cuda.blockDim.x >> 5
+    return warp_online(partials[0, lane] if inside else LOWEST, partials[1, lane] if inside else float32(0))

@@ -4,16 +4,29 @@
 
 over the V columns of the vocabulary; the Vp - V columns of padding are never read, and are written zero.
 
+The story is told in doc/classifier.md.
+
 version 1: a thread a row
+version 2: a block a row, so that neighbouring threads read neighbouring columns; the row is read three times
+version 3: maximum and sum in one pass, online: the row is read twice
+version 4: 16-byte loads, four in flight a thread; the second reading goes backwards, and finds what L2 still holds
+version 5: the row stays in shared memory, and is read once; blocks stay too: where a piece of the row has been written,
+           a copy of the next row's piece is started
+version 6: the row stays in registers, where its exponentials can stay as well: one a logit, not two and a quarter
 """
 
+import functools
 import math
 
 import numpy as np
 
 import cpu_reference
-from kernels.device import ceil_div, cuda, float32
+from kernels.device import (
+    WARP, big_shared, ceil_div, cp_async16, cp_async_commit, cp_async_wait, cuda, exp2_approx, float32, load4, load4_streaming,
+    multiprocessors, need, shared_limit, store4, store4_streaming,
+)  # fmt: skip
 from kernels.op import Op
+from kernels.reduce import LN2, LOG2E, LOWEST, block_max, block_online, block_sum, online_add, online_add4
 
 
 def classifier_inputs(rng, N, V, Vp):
@@ -35,8 +48,13 @@ fused_classifier = Op(
     bytes_moved=lambda N, V, Vp: 4 * N * (V + Vp),
     shape={"N": 4096, "V": 50257, "Vp": 50304},
     small={"N": 3, "V": 97, "Vp": 128},
-    odd=[{"N": 2, "V": V, "Vp": Vp} for V, Vp in ((1, 1), (1, 4), (33, 33), (100, 101), (1001, 1024), (1024, 1024))],
-)
+    odd=[
+        {"N": N, "V": V, "Vp": Vp}
+        for N, V, Vp in (
+            (2, 1, 1), (2, 1, 4), (2, 33, 33), (2, 100, 101), (2, 1001, 1024), (2, 1024, 1024), (5, 4097, 4100), (1, 2048, 4200)
+        )
+    ],
+)  # fmt: skip
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -44,7 +62,7 @@ def fused_classifier_kernel1(logits, losses, dloss, targets, V):
     row = cuda.grid(1)
     N, Vp = logits.shape
     if row < N:
-        largest = float32(-math.inf)
+        largest = LOWEST
         for v in range(V):
             largest = max(largest, logits[row, v])
         total = float32(0)
@@ -65,3 +83,275 @@ def fused_classifier1(logits, losses, dloss, targets, V, *, block_size=128, stre
     """logits: float32 (N, Vp); losses: (N,); dloss: a float, 1/N for the mean's gradient; targets: int32 (N,) below V."""
     blocks = ceil_div(logits.shape[0], block_size)
     fused_classifier_kernel1[blocks, block_size, stream](logits, losses, dloss, targets, V)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def fused_classifier_kernel2(logits, losses, dloss, targets, V):
+    row, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
+    Vp = logits.shape[1]
+    largest = LOWEST
+    for v in range(thread, V, threads):
+        largest = max(largest, logits[row, v])
+    largest = block_max(largest)
+    total = float32(0)
+    for v in range(thread, V, threads):
+        total += math.exp(logits[row, v] - largest)
+    target = targets[row]
+    target_logit = logits[row, target]  # before the barrier in block_sum: after it somebody overwrites it
+    total = block_sum(total)
+    if thread == 0:
+        losses[row] = math.log(total) + largest - target_logit
+    scale = float32(dloss)
+    for v in range(thread, V, threads):
+        prob = math.exp(logits[row, v] - largest) / total
+        logits[row, v] = (prob - float32(1 if v == target else 0)) * scale
+    for v in range(V + thread, Vp, threads):
+        logits[row, v] = float32(0)
+
+
+def whole_warps(block_size: int) -> None:
+    need(block_size % WARP == 0, f"needs a block size that is a multiple of {WARP}, got {block_size}")
+
+
+@fused_classifier.version(2, "a block a row: maximum, sum and gradient, a pass each")
+def fused_classifier2(logits, losses, dloss, targets, V, *, block_size=1024, stream=0):
+    whole_warps(block_size)
+    fused_classifier_kernel2[logits.shape[0], block_size, stream](logits, losses, dloss, targets, V)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def fused_classifier_kernel3(logits, losses, dloss, targets, V):
+    row, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
+    Vp = logits.shape[1]
+    top, total = LOWEST, float32(0)
+    for v in range(thread, V, threads):
+        top, total = online_add(top, total, logits[row, v])
+    target = targets[row]
+    target_logit = logits[row, target]
+    top, total = block_online(top, total)
+    if thread == 0:
+        losses[row] = math.log(total) + LN2 * (top - LOG2E * target_logit)
+    scale = float32(dloss)
+    norm = scale / total
+    for v in range(thread, V, threads):
+        logits[row, v] = exp2_approx(LOG2E * logits[row, v] - top) * norm - (scale if v == target else float32(0))
+    for v in range(V + thread, Vp, threads):
+        logits[row, v] = float32(0)
+
+
+@fused_classifier.version(3, "maximum and sum in one pass, online; powers of 2 by the fast instruction")
+def fused_classifier3(logits, losses, dloss, targets, V, *, block_size=1024, stream=0):
+    whole_warps(block_size)
+    fused_classifier_kernel3[logits.shape[0], block_size, stream](logits, losses, dloss, targets, V)
+
+
+# From here on a row is 16-byte pieces: thread t has the pieces t, t + threads, ... The one piece that is partly logits
+# and partly padding is read an element at a time.
+
+
+@cuda.jit(device=True, cache=True)
+def load_piece(logits, row, v, V):
+    """Four logits of the row from column v on; LOWEST in place of padding, so that its power of 2 is zero."""
+    if v + 3 < V:
+        return load4(logits, row * logits.shape[1] + v)
+    a = logits[row, v] if v < V else LOWEST
+    b = logits[row, v + 1] if v + 1 < V else LOWEST
+    c = logits[row, v + 2] if v + 2 < V else LOWEST
+    return a, b, c, LOWEST
+
+
+@cuda.jit(device=True, cache=True, fastmath=True)
+def finish_target(logits, losses, row, target, target_logit, top, total, scale):
+    """What is special about the target's column: the loss, and the gradient, which has to follow its neighbours' and so is
+    written by the thread that has just written their piece."""
+    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    power = LOG2E * target_logit - top
+    if thread == (target >> 2) % threads:
+        logits[row, target] = exp2_approx(power) * (scale / total) - scale
+    if thread == 0:
+        losses[row] = math.log(total) - LN2 * power
+
+
+@cuda.jit(cache=True, fastmath=True)
+def fused_classifier_kernel4(logits, losses, dloss, targets, V):
+    row, thread, step = cuda.blockIdx.x, cuda.threadIdx.x, 4 * cuda.blockDim.x
+    Vp = logits.shape[1]
+    x = cuda.local.array((4, 4), float32)
+    rounds = V // (4 * step)  # of four pieces a thread
+    first, rest = row * Vp + 4 * thread, 4 * step * rounds + 4 * thread
+    target = targets[row]
+    target_logit = logits[row, target]
+    top, total = LOWEST, float32(0)
+    for r in range(rounds):
+        for k in range(4):  # all four loads are under way before the first is needed
+            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(logits, first + (4 * r + k) * step)
+        for k in range(4):
+            top, total = online_add4(top, total, x[k, 0], x[k, 1], x[k, 2], x[k, 3])
+    for v in range(rest, V, step):
+        a, b, c, d = load_piece(logits, row, v, V)
+        top, total = online_add4(top, total, a, b, c, d)
+    top, total = block_online(top, total)
+    scale = float32(dloss)
+    norm = scale / total
+    for v in range(rest, Vp, step):
+        a, b, c, d = load_piece(logits, row, v, V)
+        store_gradient(logits, row * Vp + v, a, b, c, d, top, norm)
+    for r in range(rounds - 1, -1, -1):
+        for k in range(4):
+            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(logits, first + (4 * r + k) * step)
+        for k in range(4):
+            store_gradient(logits, first + (4 * r + k) * step, x[k, 0], x[k, 1], x[k, 2], x[k, 3], top, norm)
+    finish_target(logits, losses, row, target, target_logit, top, total, scale)
+
+
+@cuda.jit(device=True, cache=True, fastmath=True)
+def store_gradient(logits, i, a, b, c, d, top, norm):
+    """Four logits become norm * 2**(logit - top) at element i."""
+    a, b = exp2_approx(LOG2E * a - top) * norm, exp2_approx(LOG2E * b - top) * norm
+    c, d = exp2_approx(LOG2E * c - top) * norm, exp2_approx(LOG2E * d - top) * norm
+    store4_streaming(logits, i, a, b, c, d)
+
+
+@fused_classifier.version(4, "16-byte loads, four in flight; read again backwards, from L2")
+def fused_classifier4(logits, losses, dloss, targets, V, *, block_size=1024, stream=0):
+    """Rows that are no multiple of 16 bytes go the way of version 3."""
+    N, Vp = logits.shape
+    if Vp % 4:
+        fused_classifier3(logits, losses, dloss, targets, V, stream=stream)
+        return
+    whole_warps(block_size)
+    fused_classifier_kernel4[N, block_size, stream](logits, losses, dloss, targets, V)
+
+
+@cuda.jit(cache=True, fastmath=True, launch_bounds=(1024, 1))
+def fused_classifier_kernel5(logits, losses, dloss, targets, V):
+    shared = cuda.shared.array(0, float32)
+    thread, first, step = cuda.threadIdx.x, 4 * cuda.threadIdx.x, 4 * cuda.blockDim.x
+    N, Vp = logits.shape
+    row, rows = cuda.blockIdx.x, cuda.gridDim.x
+    whole = V & ~3  # where pieces without padding end
+    for v in range(first, Vp, step):
+        if v < whole:
+            cp_async16(shared, v, logits, row * Vp + v)
+        else:
+            store4(shared, v, LOWEST, LOWEST, LOWEST, LOWEST)
+    target = targets[row]
+    while row < N:
+        base, next_base = row * Vp, (row + rows) * Vp
+        more = row + rows < N
+        target_logit = logits[row, target]
+        target_ahead = targets[row + rows] if more else target
+        if thread == (whole >> 2) % cuda.blockDim.x:
+            for v in range(whole, V):
+                shared[v] = logits[row, v]
+        cp_async_commit()
+        cp_async_wait(0)  # a thread reads what it has copied itself: no barrier
+        top, total = LOWEST, float32(0)
+        for v in range(first, Vp, step):
+            a, b, c, d = load4(shared, v)
+            top, total = online_add4(top, total, a, b, c, d)
+        top, total = block_online(top, total)
+        scale = float32(dloss)
+        norm = scale / total
+        for v in range(first, Vp, step):
+            a, b, c, d = load4(shared, v)
+            store_gradient(logits, base + v, a, b, c, d, top, norm)
+            if more and v < whole:  # the piece's place is free
+                cp_async16(shared, v, logits, next_base + v)
+        finish_target(logits, losses, row, target, target_logit, top, total, scale)
+        row, target = row + rows, target_ahead
+
+
+@fused_classifier.version(5, "the row in shared memory, read once; the next row's copy starts as this one is written", needs_cc=(8, 0))
+def fused_classifier5(logits, losses, dloss, targets, V, *, block_size=1024, stream=0):
+    """Rows that are no multiple of 16 bytes, or do not fit into shared memory, go the way of version 4."""
+    N, Vp = logits.shape
+    nbytes = 4 * Vp
+    resident = shared_limit() // (nbytes + 1024)  # blocks a multiprocessor; 1 KB each for the driver and block_online
+    if Vp % 4 or resident < 1:
+        fused_classifier4(logits, losses, dloss, targets, V, stream=stream)
+        return
+    whole_warps(block_size)
+    blocks = min(N, multiprocessors() * min(resident, 2048 // block_size))
+    big_shared(fused_classifier_kernel5, blocks, block_size, stream, nbytes)(logits, losses, dloss, targets, V)
+
+
+THREADS6 = 512  # so that each has 128 registers: 100 of them hold its part of a row of GPT-2's vocabulary
+PIECES6 = 25  # of 16 bytes, that fit there
+
+
+@functools.cache
+def make_fused_classifier_kernel6(V, Vp):
+    """The kernel for rows of V logits padded to Vp. The compiler knows both: it unrolls the loops, and x becomes registers.
+
+    The powers of 2 of a group of pieces refer to the group's top, so that the first are computed while the last pieces
+    are on their way. All pieces but the last are whole for every thread.
+    """
+    step = 4 * THREADS6
+    pieces = ceil_div(Vp, step)
+    last = pieces - 1
+    group = next((size for size in (5, 4, 6, 3) if pieces % size == 0), pieces)
+    groups = pieces // group
+
+    @cuda.jit(cache=True, fastmath=True, launch_bounds=(THREADS6, 1))
+    def fused_classifier_kernel6(logits, losses, dloss, targets):
+        x = cuda.local.array((pieces, 4), float32)
+        tops = cuda.local.array(groups, float32)
+        first = 4 * cuda.threadIdx.x
+        N = logits.shape[0]
+        row, rows = cuda.blockIdx.x, cuda.gridDim.x
+        for k in range(last):
+            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4_streaming(logits, row * Vp + first + k * step)
+        x[last, 0], x[last, 1], x[last, 2], x[last, 3] = load_piece(logits, row, first + last * step, V)
+        target = targets[row]
+        while row < N:
+            base, next_row = row * Vp + first, row + rows
+            next_base = next_row * Vp + first
+            target_logit = logits[row, target]
+            target_ahead = targets[next_row] if next_row < N else target
+            top, total = LOWEST, float32(0)
+            for g in range(groups):
+                largest = LOWEST
+                for k in range(g * group, g * group + group):
+                    largest = max(largest, max(max(x[k, 0], x[k, 1]), max(x[k, 2], x[k, 3])))
+                tops[g] = LOG2E * largest
+                powers = float32(0)
+                for k in range(g * group, g * group + group):
+                    for j in range(4):
+                        x[k, j] = exp2_approx(LOG2E * x[k, j] - tops[g])
+                        powers += x[k, j]
+                larger = max(top, tops[g])
+                total = total * exp2_approx(top - larger) + powers * exp2_approx(tops[g] - larger)
+                top = larger
+            top, total = block_online(top, total)
+            scale = float32(dloss)
+            for g in range(groups):
+                factor = exp2_approx(tops[g] - top) * (scale / total)
+                for k in range(g * group, g * group + group):
+                    for j in range(4):
+                        x[k, j] *= factor
+            for k in range(last):
+                store4_streaming(logits, base + k * step, x[k, 0], x[k, 1], x[k, 2], x[k, 3])
+                if next_row < N:  # the piece's registers are free
+                    x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4_streaming(logits, next_base + k * step)
+            if first + last * step < Vp:
+                store4_streaming(logits, base + last * step, x[last, 0], x[last, 1], x[last, 2], x[last, 3])
+            if next_row < N:
+                x[last, 0], x[last, 1], x[last, 2], x[last, 3] = load_piece(logits, next_row, first + last * step, V)
+            finish_target(logits, losses, row, target, target_logit, top, total, scale)
+            row, target = next_row, target_ahead
+
+    return fused_classifier_kernel6
+
+
+@fused_classifier.version(6, "the row in registers, read once, and an exponential a logit")
+def fused_classifier6(logits, losses, dloss, targets, V, *, stream=0):
+    """Rows that are no multiple of 16 bytes, have no room in the registers of a block, or are padded by more than a piece
+    a thread, go the way of version 4."""
+    N, Vp = logits.shape
+    pieces = ceil_div(Vp, 4 * THREADS6)
+    if Vp % 4 or pieces > PIECES6 or V < 4 * THREADS6 * (pieces - 1):
+        fused_classifier4(logits, losses, dloss, targets, V, stream=stream)
+        return
+    blocks = min(N, multiprocessors())
+    make_fused_classifier_kernel6(V, Vp)[blocks, THREADS6, stream](logits, losses, dloss, targets)
