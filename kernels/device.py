@@ -85,11 +85,6 @@ def big_shared(kernel, grid, block, stream, nbytes: int):
     return config
 
 
-def shared_limit() -> int:
-    """The bytes of shared memory that a block can have through big_shared, its static arrays included."""
-    return cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN if TARGET == "gpu" else 227 * 1024
-
-
 def _raise_shared_limit(kernel, config) -> None:
     from cuda.bindings import driver
 

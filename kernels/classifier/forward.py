@@ -22,8 +22,22 @@ import numpy as np
 
 import cpu_reference
 from kernels.device import (
-    WARP, big_shared, ceil_div, cp_async16, cp_async_commit, cp_async_wait, cuda, exp2_approx, float32, load4, load4_streaming,
-    multiprocessors, need, shared_limit, store4, store4_streaming,
+    WARP,
+    big_shared,
+    ceil_div,
+    cp_async16,
+    cp_async_commit,
+    cp_async_wait,
+    cuda,
+    exp2_approx,
+    float32,
+    load4,
+    load4_streaming,
+    multiprocessors,
+    need,
+    shared_limit,
+    store4,
+    store4_streaming,
 )  # fmt: skip
 from kernels.op import Op
 from kernels.reduce import LN2, LOG2E, LOWEST, block_max, block_online, block_sum, online_add, online_add4
@@ -262,7 +276,7 @@ def fused_classifier_kernel5(logits, losses, dloss, targets, V):
         row, target = row + rows, target_ahead
 
 
-@fused_classifier.version(5, "the row in shared memory, read once; the next row's copy starts as this one is written", needs_cc=(8, 0))
+@fused_classifier.version(5, "the row in shared memory, read once; the next row follows as it is written", needs_cc=(8, 0))
 def fused_classifier5(logits, losses, dloss, targets, V, *, block_size=1024, stream=0):
     """Rows that are no multiple of 16 bytes, or do not fit into shared memory, go the way of version 4."""
     N, Vp = logits.shape
