@@ -341,7 +341,7 @@ def long_runs_kernel(dwte, partials, order, windows):
     token = order[(window + 1) * WINDOW] >> POSITION_BITS  # of the window's last key
     goes_on = order[(window + 1) * WINDOW + 1] >> POSITION_BITS == token and token != PADDING
     if goes_on and order[window * WINDOW] >> POSITION_BITS != token:
-        sums = cuda.shared.array((32, 4 * WARP), float32, alignment=16)
+        sums = cuda.shared.array((32, 128), float32, alignment=16)  # by warp and channel
         c = 4 * (cuda.blockIdx.y * WARP + lane)
         total = float32(0), float32(0), float32(0), float32(0)
         if c < C and warp == 0:
