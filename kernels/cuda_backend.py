@@ -6,7 +6,8 @@ Whatever changes from step to step (tokens, the step's number, the learning rate
 and its copy from page-locked host memory is a node of the graph too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 
 import numpy as np
@@ -40,7 +41,9 @@ class CudaBackend:
         self.graph = graph
         self.graphs: dict[tuple, object] = {}
         self.warm: set[tuple] = set()
-        picked = Picked({**picks_for_this_card(), **(kernels or {})}, stream=self.stream, tf32=tf32)
+        self.progress = None
+        picks = {**picks_for_this_card(), **(kernels or {})}
+        picked = Picked(picks, stream=self.stream, tf32=tf32, watch=self._compiling)
         self.ops = picked if fused else Unfused(picked)
 
     def empty(self, shape, dtype, what: str):
@@ -76,9 +79,12 @@ class CudaBackend:
 
     def run(self, key: tuple, work: Callable[[], None]) -> None:
         """Queue the work and wait for it. What `key` names is the same work on the same memory every time."""
-        if not self.graph or key not in self.warm:
-            work()
+        if key not in self.warm:
+            with self._progress_bar():
+                work()
             self.warm.add(key)
+        elif not self.graph:
+            work()
         else:
             if key not in self.graphs:
                 builder = self.core_stream.create_graph_builder()
@@ -87,6 +93,24 @@ class CudaBackend:
                 self.graphs[key] = builder.end_building().complete()
             self.graphs[key].launch(self.core_stream)
         self.stream.synchronize()
+
+    @contextmanager
+    def _progress_bar(self) -> Iterator[None]:
+        """Names what numba compiles; gone when all is done. With warm caches there is hardly time to see it."""
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = SpinnerColumn(), TextColumn("compiling {task.description}, {task.completed} done"), TimeElapsedColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True) as self.progress:
+            self.task = self.progress.add_task("kernels")
+            try:
+                yield
+            finally:
+                self.progress = None
+
+    def _compiling(self, op: str) -> None:
+        if self.progress:
+            self.progress.update(self.task, description=op, advance=1)
 
     def forget(self) -> None:
         """Before memory that graphs point to is given back."""

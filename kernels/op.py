@@ -138,8 +138,8 @@ class Picked:
     takes its place.
     """
 
-    def __init__(self, picks: dict[str, int], *, stream=0, tf32: bool = True):
-        self.picks, self.stream, self.tf32 = picks, stream, tf32
+    def __init__(self, picks: dict[str, int], *, stream=0, tf32: bool = True, watch: Callable = lambda name: None):
+        self.picks, self.stream, self.tf32, self.watch = picks, stream, tf32, watch  # watch hears of each op's first call
         load_all()
 
     def ladder(self, name: str) -> list[Version]:
@@ -152,6 +152,7 @@ class Picked:
     def __getattr__(self, name: str) -> Callable:
         if name not in OPS:
             raise AttributeError(f"no op is called {name}; there are {', '.join(sorted(OPS))}")
+        self.watch(name)
         ladder = [(v, {"tf32": self.tf32} if v.precision == "either" else {}) for v in self.ladder(name)]
 
         def launch(*args) -> Version:
