@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
-# BLAS has threads of its own. OpenMP's spin after a loop, on the cores that BLAS then needs: a step would take 1.6 times
+# BLAS has threads of its own. OpenMP's spin after a loop, on the cores that BLAS then needs, and a step takes 1.6 times
 # as long. Numba's workqueue sleeps (and serves one Python thread at a time, as here).
 if numba.config.THREADING_LAYER == "default":
     numba.config.THREADING_LAYER = "workqueue"
