@@ -260,13 +260,21 @@ def add_partials_kernel(gradients, partials):
     blocks, C = partials.shape[1], partials.shape[2]
     total = float32(0)
     if c < C:
-        for block in range(warp, blocks, warps):
+        block = warp
+        while block + 3 * warps < blocks:  # four loads on the way at once
+            a, b = partials[which, block, c], partials[which, block + warps, c]
+            total += (a + b) + (partials[which, block + 2 * warps, c] + partials[which, block + 3 * warps, c])
+            block += 4 * warps
+        while block < blocks:
             total += partials[which, block, c]
+            block += warps
     sums[warp, lane] = total
     cuda.syncthreads()
     if warp == 0 and c < C:
-        for other in range(1, warps):
+        other = 1
+        while other < warps:
             total += sums[other, lane]
+            other += 1
         gradients[which][c] += total
 
 
@@ -317,8 +325,8 @@ def make_layernorm_backward_kernel6(C, with_columns):
             c = 4 * (thread + threads * k)
             if c < C:
                 w[k, 0], w[k, 1], w[k, 2], w[k, 3] = load4(weight, c)
-        turn = 0
-        for first in range(ROWS6 * block, N, ROWS6 * cuda.gridDim.x):
+        turn, first = 0, ROWS6 * block
+        while first < N:
             for r in range(ROWS6):
                 for k in range(pieces):
                     for j in range(4):
@@ -361,6 +369,7 @@ def make_layernorm_backward_kernel6(C, with_columns):
                                 columns[k, j] += g[r, k, j]
                         store4(dinp, (first + r) * C + c, g[r, k, 0], g[r, k, 1], g[r, k, 2], g[r, k, 3])
             turn = 1 - turn  # the next rows' sums go elsewhere: one barrier is enough
+            first += ROWS6 * cuda.gridDim.x
         for k in range(pieces):
             c = 4 * (thread + threads * k)
             if c < C:
