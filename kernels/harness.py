@@ -44,6 +44,8 @@ def main(layer: str, arguments: list[str] | None = None) -> None:
         if asked.file:
             ops = ops[:1]
             load_file(ops[0], asked.file)
+        if asked.version != "all":  # not all ops of a layer need to have it
+            ops = [op for op in ops if int(asked.version) in op.versions] or ops
         rows = [row for op in ops for row in run(op, asked)]
     except KeyboardInterrupt:
         stop("stopped")
