@@ -3,6 +3,7 @@
 A page says where a table goes; nobody types a number:
 
     <!-- table: layernorm_forward -->       the ladder at the op's shape
+    <!-- table: layernorm_forward 2 3 -->   these two of its versions
     <!-- table: matmul_forward best -->     every shape that was timed, the best version beside version 0
     <!-- table: steps -->                   the training step, ours and others
     <!-- table: losses -->                  how far our losses are from PyTorch's
@@ -25,7 +26,7 @@ MARKER = re.compile(r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<old>.*?)(<!-- /tab
 LLM_C = {"llm.c train_gpt2_fp32.cu with cuBLASLt": 27.2, "llm.c train_gpt2_fp32.cu, newest": 54.5}  # measured once, on an H200
 
 
-def ladder_table(results: dict, op: str) -> list[str]:
+def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
     rows = [row for row in results["rows"] if row["op"] == op]
     if not rows:
         return [f"*{op} has not been measured yet.*"]
@@ -36,6 +37,8 @@ def ladder_table(results: dict, op: str) -> list[str]:
     first = next((row["us"] for row in rows if row["version"] == 1), None)
     fastest = min((row["us"] for row in rows if row["us"] and row["right"]), default=None)
     for row in rows:
+        if only and row["version"] not in only:
+            continue
         if not row["us"]:
             lines.append(f"| {row['version']} | {row['description']} | {row['refused'] or 'not measured'} | | | |")
             continue
@@ -44,6 +47,8 @@ def ladder_table(results: dict, op: str) -> list[str]:
         number = f"**{row['version']}**" if row["us"] == fastest else f"{row['version']}"
         what = row["description"] + (" (TF32)" if row["precision"] == "tf32" else "")
         lines.append(f"| {number} | {what} | {row['us']:,.1f} | {rate} | {row['of_roofline']:.0%} | {gain} |")
+    if only:
+        return lines
     sizes = ", ".join(f"{name} = {size}" for name, size in shape.items())
     return [*lines, "", f"{results['card']}, {sizes}; L2 flushed between runs, median of 30. [Raw numbers]({raw(results)})"]
 
@@ -118,8 +123,10 @@ def fill(page: Path, results: dict) -> str:
         what = match["what"].split()
         if what[0] in ("steps", "losses", "card"):
             lines = {"steps": steps_table, "losses": losses_table, "card": card_table}[what[0]](results)
+        elif what[1:] == ["best"]:
+            lines = best_table(results, what[0])
         else:
-            lines = (best_table if what[1:] == ["best"] else ladder_table)(results, what[0])
+            lines = ladder_table(results, what[0], {int(number) for number in what[1:]})
         return match[1] + "\n".join(lines) + "\n" + match[4]
 
     return MARKER.sub(table, page.read_text())
