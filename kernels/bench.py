@@ -38,7 +38,7 @@ def measure_ops(names: list[str], results: dict) -> None:
         shapes = [op.shape] + [shape for shape in [*op.trainer_shapes, *op.large] if shape != op.shape]
         versions = None
         for shape in shapes:
-            rows = measure(op, shape, versions, checked=shape not in op.large)
+            rows = measure(op, shape, versions, checked=shape not in op.large, keep_going=True)
             for row in rows:
                 print(f"{row.op:28} {row.version:3} {_sizes(shape):40} ", _short(row), flush=True)
             keep = [old for old in results.get("rows", []) if (old["op"], old["shape"]) != (op.name, shape)]

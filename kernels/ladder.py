@@ -66,9 +66,11 @@ def measure(
     tf32: bool = True,
     seed: int = 0,
     repeats: int = 30,
+    keep_going: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """Every version at this shape: on a GPU checked and timed, in the simulator checked. `progress` hears what is next."""
+    """Every version at this shape: on a GPU checked and timed, in the simulator checked. `progress` hears what is next. With
+    keep_going a version that fails is a row that says so."""
     rows = []
     versions = list(versions or op.versions.values())
     progress(f"{op.name}: the reference in float64")
@@ -93,6 +95,10 @@ def measure(
                 _time(version, problem or Problem.untrue(op, shape, seed), options, row, repeats)
         except ShapeError as refusal:
             row.refused = str(refusal)
+        except Exception as error:
+            if not keep_going:
+                raise
+            row.right, row.refused = False, f"failed: {type(error).__name__}: {error}"[:300]
     return rows
 
 

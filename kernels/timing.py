@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.device import ceil_div, cuda, float32, globaltimer, load4, multiprocessors, store4, uint64
+from kernels.device import ceil_div, cuda, float32, globaltimer, load4, multiprocessors, scratch, store4, uint64, zero
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,16 @@ def hold_kernel(nanoseconds):
 
 
 @cuda.jit(cache=True)
-def flush_kernel(trash):
-    """Writes an array larger than L2, so that nothing of the last run is found there."""
-    i = cuda.grid(1)
+def flush_kernel(trash, never):
+    """Reads an array larger than L2, so that nothing of the last run is found there. Writing it would leave L2 full of lines
+    that have yet to go to memory, and whatever is timed next would wait for them."""
+    i, total = 4 * cuda.grid(1), float32(0)
     while i < trash.size:
-        trash[i] = i
-        i += cuda.gridsize(1)
+        a, b, c, d = load4(trash, i)
+        total += a + b + c + d
+        i += 4 * cuda.gridsize(1)
+    if never:
+        trash[0] = total
 
 
 def time_launches(launch: Callable[[], None], repeats: int = 30) -> Times:
@@ -54,12 +58,12 @@ def time_launches(launch: Callable[[], None], repeats: int = 30) -> Times:
     host_seconds = time.perf_counter() - began
     cuda.synchronize()
     l2_bytes = cuda.get_current_device().L2_CACHE_SIZE
-    trash = cuda.device_array(2 * l2_bytes // 4, np.float32)
+    trash = scratch("flush", 2 * l2_bytes // 4)
     hold = uint64(int(2e9 * host_seconds) + 300_000)
     pairs = [(cuda.event(), cuda.event()) for _ in range(repeats)]
     for start, end in pairs:
         hold_kernel[1, 1](hold)
-        flush_kernel[4 * multiprocessors(), 512](trash)
+        flush_kernel[4 * multiprocessors(), 512](trash, False)
         start.record()
         launch()
         end.record()
@@ -80,6 +84,7 @@ def measure_bandwidth(nbytes: int = 1 << 30) -> float:
     """Bytes a second, read plus written, of the fastest copy between two large arrays: the driver's or a kernel's."""
     inp, out = cuda.device_array(nbytes // 4, np.float32), cuda.device_array(nbytes // 4, np.float32)
     blocks = ceil_div(inp.size, 4 * 512)
+    zero(inp)
     copies = [lambda: out.copy_to_device(inp), lambda: copy_kernel[blocks, 512](out, inp)]
     return 2 * nbytes / (1e-6 * min(time_launches(copy, 10).median for copy in copies))
 
