@@ -11,7 +11,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.device import ceil_div, cuda, float32, globaltimer, load4, multiprocessors, scratch, store4, uint64, zero
+from kernels.check import Random
+from kernels.device import (
+    ceil_div,
+    cuda,
+    float32,
+    globaltimer,
+    load4,
+    multiprocessors,
+    scratch,
+    store4,
+    to_device,
+    uint64,
+)
 
 
 @dataclass(frozen=True)
@@ -82,9 +94,9 @@ def copy_kernel(out, inp):
 
 def measure_bandwidth(nbytes: int = 1 << 30) -> float:
     """Bytes a second, read plus written, of the fastest copy between two large arrays: the driver's or a kernel's."""
-    inp, out = cuda.device_array(nbytes // 4, np.float32), cuda.device_array(nbytes // 4, np.float32)
+    inp = to_device(Random(0).standard_normal(nbytes // 4, dtype=np.float32))
+    out = cuda.device_array_like(inp)
     blocks = ceil_div(inp.size, 4 * 512)
-    zero(inp)
     copies = [lambda: out.copy_to_device(inp), lambda: copy_kernel[blocks, 512](out, inp)]
     return 2 * nbytes / (1e-6 * min(time_launches(copy, 10).median for copy in copies))
 
