@@ -13,11 +13,18 @@ where it is: no shuffles. See doc/attention.md for the drawing.
 
 import numpy as np
 
-from kernels.device import FULL_MASK, cuda, float32, int32, load4, mma_tf32, store4
+from kernels.device import FULL_MASK, cuda, float32, int32, load4, mma_tf32, need, store4
 from kernels.intrinsics import TF32, cp_async16_zfill, ptx
 
 MASKED = float32(-1e30)  # a score that must not count: finite, so that nothing becomes inf - inf
+HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 THREADS = 128  # four warps, one beside the other on the tile's rows
+
+
+def head_size(C: int, NH: int) -> int:
+    """The channels of a head; ShapeError if there is no kernel for so many."""
+    need(C % NH == 0 and C // NH in HEAD_SIZES, f"needs a head size among {HEAD_SIZES}, got {C} channels in {NH} heads")
+    return C // NH
 
 
 @ptx("add.u32 $0, $1, 0x1000;", returns=TF32, takes=(TF32,), pure=True)
