@@ -37,10 +37,9 @@ encoder_backward = Op(
     small=encoder_forward.small,
     odd=[
         *encoder_forward.odd,
-        {"B": 2, "T": 100, "C": 4, "V": 1, "zipf": 0},
-        {"B": 1, "T": 300, "C": 6, "V": 70000, "zipf": 1},
-        {"B": 3, "T": 70, "C": 132, "V": 300, "zipf": 1},
-        {"B": 3, "T": 4000, "C": 4, "V": 50257, "zipf": 1},
+        {"B": 2, "T": 20, "C": 4, "V": 1, "zipf": 0},
+        {"B": 1, "T": 30, "C": 6, "V": 70000, "zipf": 1},
+        {"B": 3, "T": 17, "C": 132, "V": 40, "zipf": 1},
     ],
     trainer_shapes=encoder_forward.trainer_shapes,
 )
@@ -134,19 +133,21 @@ def encoder_backward3(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
 
 
 @cuda.jit(device=True, cache=True, fastmath=True)
-def sum_of_sequences(dout, i, stop, step):
-    """The sum of the four elements at i, i + step, i + 2 step, ... before stop, four independent loads at a time."""
+def sum_of_sequences(dout, i, step, count):
+    """The sum of four neighbouring elements at i, i + step, i + 2 step, ..., `count` of them; four independent loads at a time."""
     total = float32(0), float32(0), float32(0), float32(0)
-    while i + 3 * step < stop:
+    while count >= 4:
         x0 = load4_readonly(dout, i)
         x1 = load4_readonly(dout, i + step)
         x2 = load4_readonly(dout, i + 2 * step)
         x3 = load4_readonly(dout, i + 3 * step)
         total = add4(total, add4(add4(x0, x1), add4(x2, x3)))
         i += 4 * step
-    while i < stop:
+        count -= 4
+    while count > 0:
         total = add4(total, load4_readonly(dout, i))
         i += step
+        count -= 1
     return total
 
 
@@ -155,7 +156,7 @@ def dwpe_kernel4(dwpe, dout):
     B, T, C = dout.shape
     i = 4 * cuda.grid(1)
     if i < T * C:
-        store4(dwpe, i, *add4(load4(dwpe, i), sum_of_sequences(dout, i, dout.size, T * C)))
+        store4(dwpe, i, *add4(load4(dwpe, i), sum_of_sequences(dout, i, T * C, B)))
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -196,6 +197,8 @@ SORT_WARPS = SORT_THREADS // WARP
 ROUNDS = POSITIONS // SORT_THREADS  # keys a thread
 DIGITS = 256  # a pass of the sort looks at eight bits
 WINDOW = 4  # keys a block of the second kernel
+WINDOW_AND_NEIGHBOURS = WINDOW + 2
+LONG_RUN_CHANNELS = 4 * WARP  # a block of the third kernel
 NEIGHBOURHOOD = WINDOW + 2  # with a neighbour on either side
 
 
@@ -282,7 +285,7 @@ def sort_by_token(order, tokens, first, count, passes):
         order[1 + rounds * SORT_THREADS] = PADDING << POSITION_BITS
 
 
-@cuda.jit(cache=True, fastmath=True)
+@cuda.jit(cache=True, fastmath=True, launch_bounds=(SORT_THREADS, 2))  # two blocks on a multiprocessor: 64 registers
 def sort_and_dwpe_kernel(order, dwpe, dout, tokens, b, sequences, passes):
     """Of the sequences from b on: the first block sorts, the others add to dwpe."""
     B, T, C = dout.shape
@@ -291,7 +294,7 @@ def sort_and_dwpe_kernel(order, dwpe, dout, tokens, b, sequences, passes):
     else:
         i = 4 * (cuda.grid(1) - cuda.blockDim.x)
         if i < T * C:
-            total = sum_of_sequences(dout, b * T * C + i, (b + sequences) * T * C, T * C)
+            total = sum_of_sequences(dout, b * T * C + i, T * C, sequences)
             store4(dwpe, i, *add4(load4(dwpe, i), total))
 
 
@@ -334,7 +337,7 @@ def window_kernel(dwte, partials, dout, order, first):
 
 @cuda.jit(cache=True, fastmath=True)
 def long_runs_kernel(dwte, partials, order, windows):
-    """The block of the window in which a run begins that goes on in later ones adds up its partials, 128 channels of them:
+    """The block of the window in which a run begins that goes on in later ones adds up LONG_RUN_CHANNELS of its partials:
     every warp a share of the windows, then the first warp the warps' sums."""
     C, window = dwte.shape[1], cuda.blockIdx.x
     lane, warp, warps = cuda.laneid, cuda.threadIdx.x >> 5, cuda.blockDim.x >> 5
@@ -342,7 +345,7 @@ def long_runs_kernel(dwte, partials, order, windows):
     goes_on = order[(window + 1) * WINDOW + 1] >> POSITION_BITS == token and token != PADDING
     if goes_on and order[window * WINDOW] >> POSITION_BITS != token:
         sums = cuda.shared.array((32, 128), float32, alignment=16)  # by warp and channel
-        c = 4 * (cuda.blockIdx.y * WARP + lane)
+        c = LONG_RUN_CHANNELS * cuda.blockIdx.y + 4 * lane
         total = float32(0), float32(0), float32(0), float32(0)
         if c < C and warp == 0:
             total = load4(partials, (windows + window) * C + c)
@@ -351,29 +354,31 @@ def long_runs_kernel(dwte, partials, order, windows):
             if c < C:
                 total = add4(total, load4(partials, other * C + c))
             other += warps
-        store4(sums, (warp * WARP + lane) * 4, *total)
+        store4(sums, LONG_RUN_CHANNELS * warp + 4 * lane, *total)
         cuda.syncthreads()
         if warp == 0 and c < C:
             for w in range(1, warps):
-                total = add4(total, load4(sums, (w * WARP + lane) * 4))
+                total = add4(total, load4(sums, LONG_RUN_CHANNELS * w + 4 * lane))
             store4(dwte, token * C + c, *add4(load4(dwte, token * C + c), total))
 
 
 @encoder_backward.version(5, "a radix sort beside the sums of dwpe, long runs shared out among blocks")
-def encoder_backward5(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
-    """As version 3, with C a multiple of 4, T at most 8192 and V below 262144."""
+def encoder_backward5(dwte, dwpe, dout, inp, *, block_size=256, positions=POSITIONS, stream=0):
+    """As version 3, with C a multiple of 4, T at most 8192 and V below 262144; positions: how many are sorted at a time."""
     B, T, C = dout.shape
     threads = threads_of_row(C, block_size)
-    need(T <= POSITIONS, f"needs T at most {POSITIONS}, got {T}")
+    need(T <= positions, f"needs T at most {positions}, got {T}")
     need(len(dwte) <= PADDING, f"needs at most {PADDING} rows of wte, got {len(dwte)}")
     passes = ceil_div((len(dwte) - 1).bit_length(), 8)
-    at_once = min(B, POSITIONS // T)
+    at_once = min(B, positions // T)
     order = scratch("encoder_backward5_order", POSITIONS + 2, np.int32)
     partials = scratch("encoder_backward5_partials", (2, ceil_div(at_once * T, WINDOW), C))
-    blocks, tokens = 1 + ceil_div(T * C, 4 * SORT_THREADS), inp.reshape(B * T)
+    tokens = inp.reshape(B * T)
+    blocks = 1 + ceil_div(T * C, 4 * SORT_THREADS)
     for b in range(0, B, at_once):
         sequences = min(at_once, B - b)
         windows = ceil_div(sequences * T, WINDOW)
         sort_and_dwpe_kernel[blocks, SORT_THREADS, stream](order, dwpe, dout, tokens, b, sequences, passes)
         window_kernel[windows, threads, stream](dwte, partials, dout, order, b * T)
-        long_runs_kernel[(windows, ceil_div(C, 4 * WARP)), 512, stream](dwte, partials, order, windows)
+        grid = windows, ceil_div(C, LONG_RUN_CHANNELS)
+        long_runs_kernel[grid, 512, stream](dwte, partials, order, windows)
