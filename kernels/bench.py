@@ -173,10 +173,9 @@ def compare_losses(prefix: str, results: dict, steps: int = 74) -> None:
             theirs.append(torch_step(*batch))
             ours.append(model.train_step(*batch, 3e-4, step))
         worst = max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
-        found["TF32" if tf32 else "fp32"] = {"ours": ours, "theirs": theirs, "worst": worst}
-        print(
-            f"{'TF32' if tf32 else 'fp32'}: losses of {steps} steps differ by at most {worst:.2e}, the last {ours[-1]:.4f} {theirs[-1]:.4f}"
-        )
+        name = "TF32" if tf32 else "fp32"
+        found[name] = {"ours": ours, "theirs": theirs, "worst": worst}
+        print(f"{name}: the losses of {steps} steps differ by at most {worst:.2e}; the last: {ours[-1]:.4f}, {theirs[-1]:.4f}")
         model.close()
         save(results)
 

@@ -21,8 +21,9 @@ else:
 from kernels.intrinsics import *  # noqa: E402, F403  (after cuda is known)
 
 __all__ = [
-    "FULL_MASK", "SIMULATE", "TARGET", "WARP", "ShapeError", "big_shared", "ceil_div", "compute_capability", "cuda", "float32",
-    "float64", "int32", "int64", "multiprocessors", "need", "scratch", "shared_limit", "synchronize", "to_device", "to_host", "uint32", "uint64", "zero",
+    "FULL_MASK", "SIMULATE", "TARGET", "WARP", "ShapeError", "big_shared", "ceil_div", "compute_capability", "cuda",
+    "float32", "float64", "int32", "int64", "multiprocessors", "need", "scratch", "shared_limit", "synchronize",
+    "to_device", "to_host", "uint32", "uint64", "zero",
 ]  # fmt: skip
 
 WARP = 32

@@ -80,5 +80,6 @@ def print_profile(profiled: Profiled) -> None:
     for op, number, spent in rows:
         rate = spent.nbytes / spent.ms / 1e6 if spent.ms else 0
         what = f"{op} [dim]{OPS[op].versions[number].description}[/dim]" if op in OPS else op
-        table.add_row(what, str(number), str(spent.calls), f"{spent.ms:.3f}", f"{100 * spent.ms / whole:.1f}", f"{1e3 * spent.ms / spent.calls:.1f}", f"{rate:.0f}")
+        share, each = f"{100 * spent.ms / whole:.1f}", f"{1e3 * spent.ms / spent.calls:.1f}"
+        table.add_row(what, str(number), str(spent.calls), f"{spent.ms:.3f}", share, each, f"{rate:.0f}")
     Console(highlight=False, width=140).print(table)
