@@ -1,0 +1,176 @@
+"""run.py, the picker and the docs' tables: what a learner types, and what they are told."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels import harness, pick
+from kernels.device import TARGET
+from kernels.op import OPS, Picked, load_all, of_layer
+
+ROOT = Path(__file__).parent.parent
+simulator_only = pytest.mark.skipif(TARGET != "simulator", reason="run with LLM_NUMBA_TARGET=simulator")
+
+
+def run(capsys, *words: str, layer: str = "gelu") -> tuple[int, str, str]:
+    """Exit code, output and errors of `python kernels/<layer>/run.py WORDS`."""
+    try:
+        harness.main(layer, list(words))
+        code = 0
+    except SystemExit as stopped:
+        code = int(stopped.code or 0)
+    finally:
+        for op in OPS.values():
+            op.versions.pop(harness.YOURS, None)
+    return code, *capsys.readouterr()
+
+
+def test_every_layer_has_its_run_py():
+    layers = {op.layer for op in load_all().values()}
+    assert {file.parent.name for file in (ROOT / "kernels").glob("*/run.py")} == layers
+    for layer in layers:
+        assert f'main("{layer}")' in (ROOT / "kernels" / layer / "run.py").read_text()
+
+
+@simulator_only
+def test_a_version_is_checked_and_the_simulator_is_named(capsys):
+    code, output, _ = run(capsys, "--version", "1", "--pass", "forward")
+    assert code == 0
+    assert "simulator" in output and re.search(r"out \d\.\de-\d\d", output)
+
+
+@simulator_only
+def test_shape_flags_change_the_shape(capsys):
+    code, output, _ = run(capsys, "--version", "1", "--pass", "forward", "-N", "3", "-C", "7", layer="layernorm")
+    assert code == 0 and "N = 3, C = 7" in output
+    _, output, _ = run(capsys, "--version", "1", "--pass", "forward", "-B", "2", "-T", "3", "-C", "5", layer="layernorm")
+    assert "N = 6, C = 5" in output
+
+
+def test_list_names_every_version(capsys):
+    code, output, _ = run(capsys, "--list", layer="layernorm")
+    assert code == 0
+    for op in of_layer("layernorm"):
+        assert op.name in output
+        assert all(str(number) in output for number in op.versions)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--version", "98"], "gelu_forward has no version 98; it has 1, 2"),
+        (["--version", "two"], "--version two: use a number, or all"),
+        (["-N", "0"], "-N 0: a size is 1 or more"),
+        (["-N", "many"], "invalid int value: 'many'"),
+        (["--block-size", "2048"], "--block-size 2048: a block has 1 to 1024 threads"),
+        (["--pass", "sideways"], "invalid choice: 'sideways'"),
+        (["--file", "nowhere.py"], "nowhere.py: no such file; --template nowhere.py writes one to start from"),
+        (["--plot", "ladder.docx"], "--plot ladder.docx: name a .svg or a .png file"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_answered_in_one_line(capsys, words, told):
+    code, _, errors = run(capsys, *words)
+    assert code == 1
+    assert told in errors.splitlines()[-1] and "Traceback" not in errors
+
+
+@simulator_only
+def test_a_template_is_a_right_version_of_its_own(capsys, tmp_path):
+    file = str(tmp_path / "mine.py")
+    assert run(capsys, "--template", file, "--pass", "layernorm_forward", layer="layernorm")[0] == 0
+    code, output, _ = run(capsys, "--file", file, "--pass", "layernorm_forward", "--version", "1", layer="layernorm")
+    assert code == 0 and "yours" in output and "mine.py" in output
+    code, _, errors = run(capsys, "--template", file, layer="layernorm")
+    assert code == 1 and "is there already" in errors
+
+
+@simulator_only
+def test_a_wrong_kernel_of_ones_own_is_called_wrong(capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    run(capsys, "--template", str(file), "--pass", "forward")
+    source = file.read_text()
+    assert "out[i] = gelu_tanh(inp[i])" in source
+    file.write_text(source.replace("out[i] = gelu_tanh(inp[i])", "out[i] = inp[i]"))
+    code, output, _ = run(capsys, "--file", str(file), "--pass", "forward", "--version", "1")
+    assert code == 1 and "WRONG" in output
+    file.write_text(source.replace("out[i] = gelu_tanh(inp[i])", "out[i + 1] = gelu_tanh(inp[i])"))
+    code, _, errors = run(capsys, "--file", str(file), "--pass", "forward", "--version", "1")
+    assert code == 1 and "out of bounds" in errors and "mine.py" in errors and len(errors.strip().splitlines()) == 1
+
+
+def test_a_file_without_the_function_is_told_its_name(capsys, tmp_path):
+    file = tmp_path / "empty.py"
+    file.write_text("x = 1\n")
+    code, _, errors = run(capsys, "--file", str(file), "--pass", "forward")
+    assert code == 1 and "has no function gelu_forward(out, inp)" in errors
+
+
+@simulator_only
+def test_json_keeps_errors_and_versions_of_packages(capsys, tmp_path):
+    file = tmp_path / "gelu.json"
+    run(capsys, "--pass", "forward", "--json", str(file))
+    kept = json.loads(file.read_text())
+    assert kept["packages"]["numba"] and kept["card"] == "simulator"
+    assert [row["version"] for row in kept["rows"]] == list(OPS["gelu_forward"].versions)
+    assert all(row["right"] and row["errors"]["out"] < 1e-5 for row in kept["rows"])
+
+
+def test_numbas_error_is_cut_to_the_line_that_matters():
+    message = """Failed in cuda mode pipeline (step: nopython frontend)
+Untyped global name 'flot32': Cannot determine Numba type of <class 'x'>
+
+File "mine.py", line 19:
+def kernel(out, inp):
+    m = flot32(0)
+    ^
+"""
+    line = harness.in_one_line(TypeError(message))
+    assert line.startswith("mine.py:19: Untyped global name 'flot32'") and "\n" not in line
+
+
+def test_the_fastest_version_is_picked_unless_a_repeatable_one_costs_less_than_five_percent():
+    assert pick.choose({1: 10.0, 2: 5.0, 3: 7.0}, repeatable={1, 2, 3}) == 2
+    assert pick.choose({1: 10.0, 2: 5.0, 3: 5.2}, repeatable={1, 3}) == 3
+    assert pick.choose({1: 10.0, 2: 5.0, 3: 5.3}, repeatable={1, 3}) == 2
+
+
+def test_picks_are_kept_by_card(tmp_path, monkeypatch):
+    monkeypatch.setattr(pick, "FILE", tmp_path / "picked.toml")
+    assert pick.read_picks() == {}
+    pick.write_picks({"default": {"gelu_forward": 2}, "NVIDIA H200": {"gelu_forward": 3}})
+    assert pick.read_picks() == {"default": {"gelu_forward": 2}, "NVIDIA H200": {"gelu_forward": 3}}
+
+
+def test_the_picks_that_ship_exist():
+    ops, tables = load_all(), pick.read_picks()
+    assert tables["default"].keys() <= ops.keys()
+    for picks in tables.values():
+        assert all(number in ops[name].versions for name, number in picks.items())
+
+
+@simulator_only
+def test_a_version_that_refuses_a_shape_gives_way_to_the_next():
+    import numpy as np
+
+    op = load_all()["encoder_forward"]
+    refuses = max(op.versions)
+    arguments = op.make_arguments(np.random.default_rng(0), **{**op.small, "C": 3})
+    took = Picked({"encoder_forward": refuses}).encoder_forward(*arguments.values())
+    assert took.number != refuses
+    assert np.isfinite(arguments["out"]).all()
+
+
+def test_the_tables_of_the_docs_are_those_of_the_committed_numbers(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "doc"))
+    import fill_tables
+
+    files = sorted(fill_tables.BENCHMARKS.glob("*.json"))
+    assert files, "doc/benchmarks has no .json"
+    results = {**json.loads(files[0].read_text()), "file": files[0].name}
+    for page in [ROOT / "README.md", *(ROOT / "doc").glob("*.md")]:
+        assert fill_tables.fill(page, results) == page.read_text(), f"{page.name}: run `make doc-tables`"
+    assert "fill_tables" in sys.modules
