@@ -19,7 +19,17 @@ import math
 import numpy as np
 
 import cpu_reference
-from kernels.device import ceil_div, cuda, float32, float64, load4, load4_streaming, multiprocessors, store4, store4_streaming
+from kernels.device import (
+    ceil_div,
+    cuda,
+    float32,
+    float64,
+    load4,
+    load4_streaming,
+    multiprocessors,
+    store4,
+    store4_streaming,
+)
 from kernels.op import Op
 
 

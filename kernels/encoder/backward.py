@@ -10,8 +10,20 @@ version 5: a radix sort that one block does while the others add up dwpe, and lo
 import numpy as np
 
 import cpu_reference
-from kernels.device import FULL_MASK, WARP, ceil_div, cuda, float32, int32, load4, load4_readonly, load4_streaming
-from kernels.device import need, scratch, store4
+from kernels.device import (
+    FULL_MASK,
+    WARP,
+    ceil_div,
+    cuda,
+    float32,
+    int32,
+    load4,
+    load4_readonly,
+    load4_streaming,
+    need,
+    scratch,
+    store4,
+)
 from kernels.encoder.forward import add4, encoder_forward, random_tokens, rows_touched, threads_of_row
 from kernels.op import Op
 from kernels.reduce import warp_sum
@@ -56,7 +68,7 @@ def encoder_backward_kernel1(dwte, dwpe, dout, inp):
         cuda.atomic.add(dwpe, (t, c), dout[b, t, c])
 
 
-@encoder_backward.version(1, "a thread an element, atomic additions (their order decides the last bits)", repeatable=False)
+@encoder_backward.version(1, "a thread an element, atomics (their order decides the last bits)", repeatable=False)
 def encoder_backward1(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
     """dwte: float32 (V, C) and dwpe: (maxT, C), added to; dout: (B, T, C); inp: int32 (B, T), on the device."""
     encoder_backward_kernel1[ceil_div(dout.size, block_size), block_size, stream](dwte, dwpe, dout, inp)

@@ -69,7 +69,7 @@ def global_norm_squared_kernel2(out, inp):
         cuda.atomic.add(out, 0, total)
 
 
-@global_norm_squared.version(2, "the whole card, an atomic addition a warp (their order decides the last bits)", repeatable=False)
+@global_norm_squared.version(2, "the whole card, an atomic a warp (order decides the last bits)", repeatable=False)
 def global_norm_squared2(out, inp, *, block_size=512, stream=0):
     """out: float32 (1,); inp: float32 (N,), on the device."""
     zero_kernel[1, 1, stream](out)
@@ -95,7 +95,7 @@ def global_norm_squared_kernel3(out, inp):
         cuda.atomic.add(out, 0, total)
 
 
-@global_norm_squared.version(3, "16-byte loads, an atomic addition a block (their order decides the last bits)", repeatable=False)
+@global_norm_squared.version(3, "16-byte loads, an atomic a block (order decides the last bits)", repeatable=False)
 def global_norm_squared3(out, inp, *, block_size=512, stream=0):
     """out: float32 (1,); inp: float32 (N,), 16-byte aligned, on the device."""
     zero_kernel[1, 1, stream](out)
@@ -134,10 +134,13 @@ def global_norm_squared_kernel4(out, inp, tile):
         cuda.atomic.add(out, 0, total)
 
 
-TILE = 1 << 15  # elements a block: several blocks for each place on the card, so that none is left without work for long
+# Elements a block: several blocks for each place on the card, so that none is left without work for long.
+TILE = 1 << 15
 
 
-@global_norm_squared.version(4, "four loads in flight, an atomic addition a block (their order decides the last bits)", repeatable=False)
+@global_norm_squared.version(
+    4, "four loads in flight, an atomic a block (order decides the last bits)", repeatable=False
+)
 def global_norm_squared4(out, inp, *, block_size=512, stream=0):
     """out: float32 (1,); inp: float32 (N,), 16-byte aligned, on the device."""
     zero_kernel[1, 1, stream](out)
