@@ -10,11 +10,18 @@ PYTHON ?= python3
 ARGS ?=
 BIN = .venv/bin
 
-# The CUDA version that the driver speaks, as an extra of pyproject.toml: cu12, cu13, or nothing where there is no driver.
+# What pip installs: the extra of pyproject.toml for the CUDA version that the driver speaks, none where there is no driver.
 DRIVER := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
-COMMA := ,
-CUDA := $(if $(DRIVER),$(if $(filter 12,$(DRIVER)),cu12,cu13))
-TEST := $(if $(CUDA),test$(COMMA)$(CUDA),dev)
+ifeq ($(DRIVER),)
+TO_TRAIN = .
+TO_TEST = .[dev]
+else ifeq ($(DRIVER),12)
+TO_TRAIN = .[cu12]
+TO_TEST = .[test,cu12]
+else
+TO_TRAIN = .[cu13]
+TO_TEST = .[test,cu13]
+endif
 
 .PHONY: train test test-gpu bench doc-tables lint
 
@@ -29,18 +36,19 @@ test-gpu: .venv/ready-to-test
 
 bench: .venv/ready-to-test
 	$(BIN)/python -m kernels.bench $(ARGS)
+	$(BIN)/python doc/fill_tables.py --plots
 
 doc-tables: .venv/ready-to-test
-	$(BIN)/python doc/tables.py $(ARGS)
+	$(BIN)/python doc/fill_tables.py --plots
 
 lint: .venv/ready-to-test
 	$(BIN)/ruff check .
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[$(CUDA)]'
+	$(BIN)/pip install --editable '$(TO_TRAIN)'
 	touch $@
 
 .venv/ready-to-test: .venv/installed
-	$(BIN)/pip install --quiet --editable '.[$(TEST)]'
+	$(BIN)/pip install --editable '$(TO_TEST)'
 	touch $@

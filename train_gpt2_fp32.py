@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from data.files import DataError
 
 # numba and all that needs it are imported further down, so that the first line stands there at once.
@@ -69,7 +71,7 @@ FLAGS = {
     "--kernel": Flag((), "<string> a version instead of the picked one, as layernorm_forward=3; may be given again"),
     "--fused": Flag(1, "<int>    0 runs simple kernels in place of fused ones (default = 1)", int, choices=(0, 1)),
     "--graph": Flag(1, "<int>    0 launches every kernel from Python, without CUDA graphs (default = 1)", int, choices=(0, 1)),
-    "--profile": Flag(False, "prints the time that each kernel takes"),
+    "--profile": Flag(False, "prints at the end what each kernel takes of a step"),
     "--verbose": Flag(False, "prints the whole traceback of an error"),
 }  # fmt: skip
 
@@ -150,7 +152,6 @@ def compile_sample_softmax():
 
     Types, and the order of the sums, are those of the C function: a float32 more or less would be another token.
     """
-    import numpy as np
     from numba import njit
 
     @njit(cache=True)
@@ -202,15 +203,18 @@ def pick_device(asked: str) -> str:
     return "cuda" if TARGET == "gpu" and asked != "cpu" else "cpu"
 
 
-def device_name(device: str) -> str:
+def set_up(device: str) -> str:
+    """Returns the device's name."""
     if device == "cpu":
         import numba
 
-        return f"CPU, {numba.get_num_threads()} threads"
-    from kernels.device import cuda
+        from kernels.progress import name_what_compiles
 
-    name = cuda.get_current_device().name
-    return name.decode() if isinstance(name, bytes) else name
+        name_what_compiles()
+        return f"CPU, {numba.get_num_threads()} threads"
+    from kernels.ladder import card
+
+    return card()["card"]
 
 
 def has_tf32(device: str) -> bool:
@@ -277,12 +281,14 @@ def train(args: dict) -> None:
     # set up the device
     tf32 = bool(args["-f"]) and has_tf32(device)
     kernels = read_kernels(args["--kernel"], device, tf32)
-    row("device", device_name(device))
+    if args["--profile"] and device == "cpu":
+        raise DataError("--profile times kernels on a GPU: leave it out on the CPU")
+    row("device", set_up(device))
     row("TF32", "enabled" if tf32 else "disabled")
     print(RULE, flush=True)
 
     # build the GPT-2 model, from a checkpoint or from random weights
-    from model import SIZES, GPT2
+    from model import GPT2, SIZES
 
     weights = starting_weights(args["-e"])
     options = {"kernels": kernels, "tf32": tf32, "graph": bool(args["--graph"]), "fused": bool(args["--fused"])}
@@ -337,8 +343,8 @@ def train(args: dict) -> None:
         if val_loss_every and (step % val_loss_every == 0 or last_step):
             val_loader.reset()
             val_loss = sum(model.forward(*val_loader.next_batch()) for _ in range(val_num_batches)) / val_num_batches
-            print(f"val loss {val_loss:f}", flush=True)
             logger.log_val(step, val_loss)
+            print(f"val loss {val_loss:f}", flush=True)
 
         # once in a while let the model write
         if sample_every and ((step > 0 and step % sample_every == 0) or last_step):
@@ -353,18 +359,23 @@ def train(args: dict) -> None:
         loss = model.train_step(inputs, targets, learning_rate, step + 1)
         seconds = time.perf_counter() - start
         total_seconds += seconds
-        print(
-            f"step {step + 1:4d}/{num_steps}: train loss {loss:f} ({1000 * seconds:f} ms, {int(B * T / seconds)} tok/s)", flush=True
-        )
         logger.log_train(step, loss)
+        speed = f"{1000 * seconds:f} ms, {int(B * T / seconds)} tok/s"
+        print(f"step {step + 1:4d}/{num_steps}: train loss {loss:f} ({speed})", flush=True)
         if not (math.isfinite(loss) and math.isfinite(model.grad_norm)):
             raise DataError(f"step {step + 1}: no finite number since {model.first_nonfinite()}: lower the learning rate (-l)")
-    print(f"total average iteration time: {1000 * total_seconds / num_steps:f} ms")
+    print(f"total average iteration time: {1000 * total_seconds / num_steps:f} ms", flush=True)
+
+    if args["--profile"]:
+        from kernels.profile import print_profile, profile_step
+
+        print_profile(profile_step(model, *train_loader.next_batch(), learning_rate, num_steps + 1))
 
 
 def main() -> None:
     verbose = "--verbose" in sys.argv
     sys.stdout.reconfigure(errors="replace")
+    np.seterr(all="ignore")  # what is no finite number is found where the loss is
     try:
         train(read_flags(sys.argv[1:]))
     except KeyboardInterrupt:

@@ -6,9 +6,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: a produc
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from kernels.target import TARGET  # before anything imports numba: it says where compiled code is kept
-
 import pytest
+
+from kernels.target import TARGET  # before anything imports numba: it says where compiled code is kept
 
 os.environ["LLM_NUMBA_TARGET"] = TARGET  # subprocesses need not look for a GPU again
 

@@ -1,0 +1,32 @@
+"""Names what numba compiles for the CPU, on a terminal, in a line that is gone when it is done."""
+
+import sys
+
+from numba.core import event
+
+
+class Compiling(event.Listener):
+    """Functions compile those that they call: the outermost is named."""
+
+    def __init__(self):
+        self.names, self.done = [], 0
+
+    def on_start(self, event) -> None:
+        self.names.append(event.data["dispatcher"].py_func.__name__)
+        self.show()
+
+    def on_end(self, event) -> None:
+        self.names.pop()
+        self.done += 1
+        self.show()
+
+    def show(self) -> None:
+        text = f"compiling {self.names[0]}, {self.done} done (the first run only)" if self.names else ""
+        sys.stderr.write(f"\r\033[K{text}")  # back to the start of the line, which is erased
+        sys.stderr.flush()
+
+
+def name_what_compiles() -> None:
+    """From now on; where stderr is no terminal, nothing is said."""
+    if sys.stderr.isatty():
+        event.register("numba:compile", Compiling())
