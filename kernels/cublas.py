@@ -3,20 +3,27 @@
 cuBLAS counts columns first. A row-major (M, K) array is, byte for byte, a column-major (K, M) one: its own transpose. So
 D = A @ B is asked for as D.T = B.T @ A.T: the operands change places and keep their transposition flags; nothing moves.
 
-The workspace is ours and is there before any capture, so that a product can be captured into a CUDA graph. The algorithm
-is the first that cuBLASLt's heuristic names for a shape: no timing, so the same card gives the same bits, run after run.
+The workspace is ours and is there before any capture, so that a product can be captured into a CUDA graph.
+
+cuBLASLt's heuristic names algorithms for a shape, the likeliest first, and is at times wrong by half. So the first call
+with a shape times them all. Which one won is kept on disk: the same card gives the same bits, run after run.
 """
 
 import ctypes
 import functools
+import json
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from kernels.device import TARGET, ShapeError, scratch
+from kernels.target import CACHE_FOLDER
 
 WORKSPACE_BYTES = 64 << 20
+CANDIDATES = 16  # algorithms that the heuristic is asked for
 CUDA_R_32F = 0  # cudaDataType_t
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
@@ -85,7 +92,7 @@ def _layout(rows, columns, ld, count, stride) -> int:
 
 @functools.cache
 def _plan(handle, a, b, c, d, trans_a, trans_b, epilogue, aux_ld, tf32, alignment):
-    """The description of a product and the algorithm for it, made once a shape. a, b, c, d: Matrix.form."""
+    """The description of a product and the algorithms for it, made once a shape. a, b, c, d: Matrix.form."""
     from nvmath.bindings import cublas
     from nvmath.bindings import cublasLt as lt
 
@@ -109,10 +116,10 @@ def _plan(handle, a, b, c, d, trans_a, trans_b, epilogue, aux_ld, tf32, alignmen
     for operand in "ABCD":
         least = lt.MatmulPreferenceAttribute[f"MIN_ALIGNMENT_{operand}_BYTES"]
         set_preference(least, alignment, ctypes.c_uint32)
-    results, found = lt.MatmulHeuristicResult(1), ctypes.c_int32(0)
+    results, found = lt.MatmulHeuristicResult(CANDIDATES), ctypes.c_int32(0)
     try:
         lt.matmul_algo_get_heuristic(
-            handle, description, *layouts, preference, 1, results.ptr, ctypes.addressof(found)
+            handle, description, *layouts, preference, CANDIDATES, results.ptr, ctypes.addressof(found)
         )
     except lt.cuBLASLtError as error:
         raise ShapeError(f"cuBLASLt has no algorithm for {epilogue} at this shape and alignment: {error}") from None
@@ -120,7 +127,69 @@ def _plan(handle, a, b, c, d, trans_a, trans_b, epilogue, aux_ld, tf32, alignmen
         lt.matmul_preference_destroy(preference)
     if not found.value:
         raise ShapeError(f"cuBLASLt has no algorithm for {epilogue} at this shape and alignment")
-    return description, layouts, results
+    return description, layouts, results[: found.value]
+
+
+class Choices:
+    """Which of the candidates is fastest, by shape: timed once, then read from a file of this card and this cuBLASLt."""
+
+    def __init__(self, card: str, library: int):
+        self.file = CACHE_FOLDER.parent / f"cublaslt-{library}-{card.replace(' ', '-')}.json"
+        try:
+            self.known = json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            self.known = {}
+
+    def index(self, key: tuple, run: Callable[[int], None], count: int, stream, may_run: bool) -> int:
+        """run: computes the product with the candidate of an index. Where it must not run now (in a capture, or because the
+        product adds to what is there), an unknown shape gets the heuristic's first."""
+        name = repr(key)
+        if name in self.known:
+            return self.known[name]
+        if not may_run or count == 1:
+            return 0
+        times = {}
+        for index in range(count):
+            try:
+                times[index] = self._time(lambda: run(index), stream)  # noqa: B023
+            except RuntimeError:  # a candidate that does not run after all
+                continue
+        self.known[name] = min(times, key=times.get, default=0)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(self.known))
+        os.replace(temporary, self.file)
+        return self.known[name]
+
+    @staticmethod
+    def _time(run: Callable[[], None], stream, repeats: int = 5) -> float:
+        from kernels.device import cuda
+
+        run()
+        start, end = cuda.event(), cuda.event()
+        start.record(stream)
+        for _ in range(repeats):
+            run()
+        end.record(stream)
+        end.synchronize()
+        return cuda.event_elapsed_time(start, end)
+
+
+@functools.cache
+def _choices(device: int) -> Choices:
+    from nvmath.bindings import cublasLt
+
+    from kernels.device import cuda
+
+    name = cuda.get_current_device().name
+    return Choices(name.decode() if isinstance(name, bytes) else name, cublasLt.get_version())
+
+
+def _is_captured(stream) -> bool:
+    from cuda.bindings import driver
+
+    error, status = driver.cuStreamIsCapturing(int(stream))
+    return error != driver.CUresult.CUDA_SUCCESS or status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
 def product(
@@ -141,16 +210,20 @@ def product(
     extra += [aux.pointer] if aux else []
     alignment = math.gcd(256, *(m.pointer for m in matrices), *extra)
     handle = _handle(cuda.get_current_device().id)
-    description, (b_layout, a_layout, c_layout, d_layout), algorithm = _plan(
-        handle, *(m.form for m in matrices), trans_a, trans_b, epilogue, aux.ld if aux else 0, tf32, alignment
-    )
+    key = (*(m.form for m in matrices), trans_a, trans_b, epilogue, aux.ld if aux else 0, tf32, alignment)
+    description, (b_layout, a_layout, c_layout, d_layout), candidates = _plan(handle, *key)
     for attribute, pointer in (("BIAS_POINTER", bias), ("EPILOGUE_AUX_POINTER", aux)):
         if pointer is not None:
             value = pointer.pointer if isinstance(pointer, Matrix) else address(pointer)
             _set(lt.matmul_desc_set_attribute, description, lt.MatmulDescAttribute[attribute], value, ctypes.c_int64)
     workspace = scratch("cuBLASLt's workspace", WORKSPACE_BYTES, np.uint8)
-    lt.matmul(
-        handle, description, alpha.ctypes.data, b.pointer, b_layout, a.pointer, a_layout,
-        (ONE if add else ZERO).ctypes.data, (add or d).pointer, c_layout, d.pointer, d_layout,
-        algorithm.ptr, address(workspace), WORKSPACE_BYTES, int(stream),
-    )  # fmt: skip
+
+    def run(index: int) -> None:
+        lt.matmul(
+            handle, description, alpha.ctypes.data, b.pointer, b_layout, a.pointer, a_layout,
+            (ONE if add else ZERO).ctypes.data, (add or d).pointer, c_layout, d.pointer, d_layout,
+            candidates[index].ptr, address(workspace), WORKSPACE_BYTES, int(stream),
+        )  # fmt: skip
+
+    may_run = (add is None or add.pointer != d.pointer) and not _is_captured(stream)
+    run(_choices(cuda.get_current_device().id).index(key, run, len(candidates), stream, may_run))
