@@ -67,10 +67,6 @@ def test_encoder_backward_adds_up_over_several_sorts(positions):
     assert_adds_up(encoder_backward.versions[5], tokens, 5, positions=positions)
 
 
-def test_encoder_backward_does_not_read_what_a_longer_sort_left():
-    assert_adds_up(encoder_backward.versions[5], np.full((3, 512), 7), 8, positions=1024)
-
-
 @versions(encoder_backward)
 def test_encoder_backward_takes_a_token_that_is_everywhere_and_the_last_of_the_vocabulary(version):
     tokens = np.full((2, 70), 65535)
