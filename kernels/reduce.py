@@ -40,6 +40,13 @@ def warp_sum2(x, y):
     return x, y
 
 
+@cuda.jit(device=True, cache=True, fastmath=True)
+def moments(pivot, total, squares, count):
+    """The mean and the variance of `count` numbers x, from the sums of (x - pivot) and of (x - pivot)**2."""
+    shift = total / float32(count)
+    return pivot + shift, max(squares / float32(count) - shift * shift, float32(0))
+
+
 @cuda.jit(device=True, cache=True)
 def block_sum(x):
     """The sum of a float32 over the block's threads: warps first, then every warp adds the warps' sums."""

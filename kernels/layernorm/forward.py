@@ -20,7 +20,7 @@ import numpy as np
 import cpu_reference
 from kernels.device import WARP, ceil_div, cuda, float32, load4_readonly, load4_streaming, multiprocessors, need, store4
 from kernels.op import Op
-from kernels.reduce import block_sum2, warp_sum, warp_sum2
+from kernels.reduce import block_sum2, moments, warp_sum, warp_sum2
 
 
 def layernorm_inputs(rng, N, C):
@@ -162,14 +162,6 @@ def layernorm_forward3(out, mean, rstd, inp, weight, bias, *, block_size=256, st
     layernorm_forward_kernel3[blocks, block_size, stream](out, mean, rstd, inp, weight, bias)
 
 
-@cuda.jit(device=True, cache=True, fastmath=True)
-def moments(pivot, total, squares, C):
-    """mean and rstd of C numbers x, from the sums of (x - pivot) and of (x - pivot)**2."""
-    shift = total / float32(C)
-    variance = max(squares / float32(C) - shift * shift, float32(0))
-    return pivot + shift, float32(1) / math.sqrt(variance + EPS)
-
-
 @cuda.jit(cache=True, fastmath=True)
 def layernorm_forward_kernel4(out, mean, rstd, inp, weight, bias):
     lane, row = cuda.laneid, cuda.grid(1) // WARP
@@ -182,7 +174,8 @@ def layernorm_forward_kernel4(out, mean, rstd, inp, weight, bias):
             total += x
             squares += x * x
         total, squares = warp_sum2(total, squares)
-        m, s = moments(pivot, total, squares, C)
+        m, v = moments(pivot, total, squares, C)
+        s = float32(1) / math.sqrt(v + EPS)
         for c in range(lane, C, WARP):
             out[row, c] = (inp[row, c] - m) * s * weight[c] + bias[c]
         if lane == 0:
@@ -207,7 +200,8 @@ def layernorm_forward_kernel5(out, mean, rstd, inp, weight, bias):
         total += x
         squares += x * x
     total, squares = block_sum2(total, squares)
-    m, s = moments(pivot, total, squares, C)
+    m, v = moments(pivot, total, squares, C)
+    s = float32(1) / math.sqrt(v + EPS)
     for c in range(thread, C, cuda.blockDim.x):
         out[row, c] = (inp[row, c] - m) * s * weight[c] + bias[c]
     if thread == 0:

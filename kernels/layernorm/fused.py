@@ -35,9 +35,11 @@ from kernels.device import (
     store4,
 )  # fmt: skip
 from kernels.layernorm.backward import backward_inputs, launch_backward6, layernorm_backward5
-from kernels.layernorm.forward import EPS, layernorm_forward1, layernorm_inputs, moments, whole_warps
+from kernels.layernorm.forward import layernorm_forward1, layernorm_inputs, whole_warps
 from kernels.op import Op
-from kernels.reduce import warp_sum, warp_sum2
+from kernels.reduce import moments, warp_sum, warp_sum2
+
+EPS = float32(1e-5)  # layernorm's; here too, since numba's cache looks at a kernel's own file
 
 
 def fused_forward_inputs(rng, N, C):
@@ -140,7 +142,8 @@ def fused_residual_forward_kernel4(residual, out, mean, rstd, inp1, inp2, weight
             total += x - pivot
             squares += (x - pivot) ** 2
         total, squares = warp_sum2(total, squares)
-        m, s = moments(pivot, total, squares, C)
+        m, v = moments(pivot, total, squares, C)
+        s = float32(1) / math.sqrt(v + EPS)
         for c in range(lane, C, WARP):
             out[row, c] = (residual[row, c] - m) * s * weight[c] + bias[c]
         if lane == 0:
