@@ -31,6 +31,7 @@ from kernels.device import (
     cuda,
     exp2_approx,
     float32,
+    float64,
     load4,
     load4_streaming,
     multiprocessors,
@@ -79,14 +80,14 @@ def fused_classifier_kernel1(logits, losses, dloss, targets, V):
         largest = LOWEST
         for v in range(V):
             largest = max(largest, logits[row, v])
-        total = float32(0)
+        total = float64(0)  # in float32, so many additions one after the other lose what is small
         for v in range(V):
             total += math.exp(logits[row, v] - largest)
         target = targets[row]
         losses[row] = math.log(total) + largest - logits[row, target]
-        scale = float32(dloss)
+        norm, scale = float32(1 / total), float32(dloss)
         for v in range(V):
-            prob = math.exp(logits[row, v] - largest) / total
+            prob = math.exp(logits[row, v] - largest) * norm
             logits[row, v] = (prob - float32(1 if v == target else 0)) * scale
         for v in range(V, Vp):
             logits[row, v] = float32(0)
@@ -276,7 +277,9 @@ def fused_classifier_kernel5(logits, losses, dloss, targets, V):
         row, target = row + rows, target_ahead
 
 
-@fused_classifier.version(5, "the row in shared memory, read once; the next row follows as it is written", needs_cc=(8, 0))
+@fused_classifier.version(
+    5, "the row in shared memory, read once; the next row follows as it is written", needs_cc=(8, 0)
+)
 def fused_classifier5(logits, losses, dloss, targets, V, *, block_size=1024, stream=0):
     """Rows that are no multiple of 16 bytes, or do not fit into shared memory, go the way of version 4."""
     N, Vp = logits.shape

@@ -24,6 +24,7 @@ from kernels.device import (
     cuda,
     exp2_approx,
     float32,
+    float64,
     load4,
     load4_streaming,
     multiprocessors,
@@ -62,11 +63,12 @@ def softmax_forward_kernel1(out, inp):
         largest = LOWEST
         for c in range(C):
             largest = max(largest, inp[row, c])
-        total = float32(0)
+        total = float64(0)  # in float32, so many additions one after the other lose what is small
         for c in range(C):
             total += math.exp(inp[row, c] - largest)
+        norm = float32(1 / total)
         for c in range(C):
-            out[row, c] = math.exp(inp[row, c] - largest) / total
+            out[row, c] = math.exp(inp[row, c] - largest) * norm
 
 
 @softmax_forward.version(1, "a thread a row")
@@ -182,10 +184,10 @@ def softmax_forward_kernel5(out, inp):
     row = cuda.grid(1)
     N, C = inp.shape
     if row < N:
-        top, total = LOWEST, float32(0)
+        top, total = LOWEST, float64(0)
         for c in range(C):
             top, total = online_add(top, total, inp[row, c])
-        norm = float32(1) / total
+        norm = float32(1 / total)
         for c in range(C):
             out[row, c] = exp2_approx(LOG2E * inp[row, c] - top) * norm
 
