@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.device import (
-    big_shared, ceil_div, cp_async4_zfill, cp_async16_zfill, cp_async_commit, cp_async_wait, cuda, float32, int32, int64, load4,
-    mma_tf32, multiprocessors, scratch, store4,
+    big_shared, ceil_div, cp_async4, cp_async4_zfill, cp_async16, cp_async16_zfill, cp_async_commit, cp_async_wait, cuda,
+    float32, int32, int64, load2, load4, mma_tf32, multiprocessors, scratch, store2, store4,
 )  # fmt: skip
 
 from kernels.intrinsics import ptx
@@ -56,8 +56,13 @@ class Tile:
     def threads(self) -> int:
         return 32 * (self.BM // self.WM) * (self.BN // self.WN)
 
+    def size(self, rows: int, m_major: bool) -> int:
+        """Floats of one stage of an operand's tile."""
+        return BK * (rows + PAD) if m_major or not self.tf32 else BK * rows
+
     def shared(self, a_m_major: bool, b_m_major: bool) -> int:
-        return 4 * self.stages * (operand_size(a_m_major, self.BM) + operand_size(b_m_major, self.BN))
+        """Bytes of shared memory a block."""
+        return 4 * self.stages * (self.size(self.BM, a_m_major) + self.size(self.BN, b_m_major))
 
 
 BK = 32  # floats: a row of a K-major tile is 128 bytes, all banks once
@@ -65,24 +70,34 @@ ROOT = math.sqrt(2 / math.pi)  # of GELU
 PAD = 8  # floats between the rows of an M-major tile: lanes t = 0..3 read rows 0..3, and must not meet in a bank
 
 
-def operand_size(m_major: bool, rows: int) -> int:
-    """Floats of one stage of an operand's tile."""
-    return BK * (rows + PAD) if m_major else rows * BK
-
 
 @cuda.jit(device=True, cache=True)
 def swizzle(g, chunk):
     """Where a row of a K-major tile keeps its chunk of 16 bytes, of eight; g: the row's number // 4, of which bits 0 to 2
-    count. Rows of g and g + 1, g even, keep a chunk in opposite halves: what eight lanes read at once fills 32 banks."""
-    return chunk ^ ((g & 1) << 2 | (g >> 1) & 3)
+    count. The pairs of chunks that four neighbouring g keep are four different ones: what 16 lanes read fills 32 banks."""
+    return chunk ^ ((g & 3) << 1 | (g >> 2) & 1)
+
+
+@cuda.jit(device=True, cache=True)
+def in_tile(step):
+    """The row of an M-major tile for a step of K: 2 t + j of each 8 goes to t + 4 j."""
+    return step & 24 | (step & 1) << 2 | (step >> 1) & 3
 
 
 @functools.cache
-def copy_tile(m_major: bool, rows: int, threads: int, aligned: bool):
+def copy_tile(m_major: bool, rows: int, threads: int, aligned: bool, tf32: bool):
     """A device function that starts to copy a tile of an operand, `rows` rows from `first` on and BK steps from k on, to
-    shared[at:]. What lies outside of the operand becomes zero."""
-    passes = rows * BK // 4 // threads
+    shared[at:]. What lies outside of the operand becomes zero; where nothing does, no copy has to ask."""
     steps = threads * 4 // rows  # of an M-major tile a pass
+    passes = rows * BK // 4 // threads
+    PITCH = rows + PAD
+
+    @cuda.jit(device=True)
+    def copy16(shared, to, source, start, valid, inside):
+        if inside:
+            cp_async16(shared, to, source, start)
+        else:
+            cp_async16_zfill(shared, to, source, start, valid)
 
     @cuda.jit(device=True)
     def copy_k_major(shared, at, source, first, k, count, K, end):
@@ -92,38 +107,53 @@ def copy_tile(m_major: bool, rows: int, threads: int, aligned: bool):
         row = (g & 7) * 4 + (g >> 3) * 32
         to = at + row * BK + 4 * swizzle(g, chunk)
         start = int64(first + row) * K + (k + 4 * chunk)
+        inside = aligned and first + rows <= count and k + BK <= end
         for i in range(passes):
             more = i % 4 + i // 4 * (threads // 2)
-            for j in range(1 if aligned else 4):
-                valid = first + row + more < count and k + 4 * chunk + j < end
-                if aligned:
-                    cp_async16_zfill(shared, to + more * BK, source, start + more * K, valid)
-                else:
+            valid = first + row + more < count and k + 4 * chunk < end
+            if aligned:
+                copy16(shared, to + more * BK, source, start + more * K, valid, inside)
+            else:
+                for j in range(4):
+                    valid = first + row + more < count and k + 4 * chunk + j < end
                     cp_async4_zfill(shared, to + more * BK + j, source, start + more * K + j, valid)
 
     @cuda.jit(device=True)
     def copy_m_major(shared, at, source, first, k, count, K, end):
-        """source: (K, count). Step 4 t + j of each 16 is kept in row t + 4 j."""
+        """source: (K, count)."""
         thread = int32(cuda.threadIdx.x)
         step, column = thread // (rows // 4), thread % (rows // 4) * 4
-        to = at + in_tile(step) * (rows + PAD) + column
+        to = at + (in_tile(step) if tf32 else step) * PITCH + column
         start = int64(k + step) * count + (first + column)
+        inside = aligned and first + rows <= count and k + BK <= end
         for i in range(passes):
             more = i * steps
-            for j in range(1 if aligned else 4):
-                valid = k + step + more < end and first + column + j < count
-                if aligned:
-                    cp_async16_zfill(shared, to + in_tile(more) * (rows + PAD), source, start + more * count, valid)
+            row = (in_tile(more) if tf32 else more) * PITCH
+            if aligned:
+                valid = k + step + more < end and first + column < count
+                copy16(shared, to + row, source, start + more * count, valid, inside)
+            else:
+                for j in range(4):
+                    valid = k + step + more < end and first + column + j < count
+                    cp_async4_zfill(shared, to + row + j, source, start + more * count + j, valid)
+
+    @cuda.jit(device=True)
+    def copy_transposed(shared, at, source, first, k, count, K, end):
+        """source: (count, K), kept as if it were M-major: 4 bytes a copy. A warp's are 8 steps of 4 rows, in 32 banks."""
+        thread = int32(cuda.threadIdx.x)
+        row, step = thread >> 3, thread & 7
+        to = at + step * PITCH + row
+        start = int64(first + row) * K + (k + step)
+        inside = first + rows <= count and k + BK <= end
+        for i in range(0, rows, threads // 8):
+            for j in range(0, BK, 8):
+                if inside:
+                    cp_async4(shared, to + j * PITCH + i, source, start + i * K + j)
                 else:
-                    cp_async4_zfill(shared, to + in_tile(more) * (rows + PAD) + j, source, start + more * count + j, valid)
+                    valid = first + row + i < count and k + step + j < end
+                    cp_async4_zfill(shared, to + j * PITCH + i, source, start + i * K + j, valid)
 
-    return copy_m_major if m_major else copy_k_major
-
-
-@cuda.jit(device=True, cache=True)
-def in_tile(step):
-    """The row of an M-major tile for a step of K: 4 t + j of each 16 goes to t + 4 j."""
-    return step & 16 | (step & 3) << 2 | (step >> 2) & 3
+    return copy_m_major if m_major else copy_k_major if tf32 else copy_transposed
 
 
 @cuda.jit(device=True, cache=True)
@@ -173,6 +203,27 @@ def store_one(epilogue: int):
 
 
 @functools.cache
+def store_pair(epilogue: int):
+    """A device function that finishes and stores two neighbours of a row."""
+    has_bias, has_extra = epilogue in (BIAS, BIAS_GELU, BIAS_RESIDUAL), epilogue in (BIAS_RESIDUAL, SLOPE, ADD)
+    finished = finish(epilogue)
+
+    @cuda.jit(device=True)
+    def store(out, bias, extra, row, column, N, x0, x1):
+        at = int64(row) * N + column
+        b0, b1 = load2(bias, column) if has_bias else (x0, x1)
+        e0, e1 = load2(extra, at) if has_extra else (x0, x1)
+        if epilogue == BIAS_GELU:
+            x0, x1 = x0 + b0, x1 + b1
+            store2(extra, at, x0, x1)
+            store2(out, at, x0 * gelu_gate(x0), x1 * gelu_gate(x1))
+        else:
+            store2(out, at, finished(x0, b0, e0), finished(x1, b1, e1))
+
+    return store
+
+
+@functools.cache
 def store_tile(epilogue: int, aligned: bool):
     """A device function that finishes and stores four neighbours of a row, those that are columns of out."""
     has_bias, has_extra = epilogue in (BIAS, BIAS_GELU, BIAS_RESIDUAL), epilogue in (BIAS_RESIDUAL, SLOPE, ADD)
@@ -203,30 +254,68 @@ def store_tile(epilogue: int, aligned: bool):
 
 
 @functools.cache
+def read_fragment(m_major: bool, rows: int, W: int):
+    """A device function: a warp's fragment of W rows from `first` on and 8 steps of K, rounded: fragment[2 * slot + step]."""
+
+    @cuda.jit(device=True)
+    def read_k_major(fragment, shared, at, first, eighth, g, t):
+        start = at + (first + 4 * g) * BK + 4 * swizzle(g, 2 * eighth + (t >> 1)) + 2 * (t & 1)
+        for i in range(W // 8):
+            x0, x1 = load2(shared, start + (i // 4 * 32 + i % 4) * BK)
+            fragment[2 * i] = round_tf32(x0)
+            fragment[2 * i + 1] = round_tf32(x1)
+
+    @cuda.jit(device=True)
+    def read_m_major(fragment, shared, at, first, eighth, g, t):
+        start = at + (8 * eighth + t) * (rows + PAD) + first + 4 * g
+        for i in range(W // 32):
+            for j in range(2):
+                x0, x1, x2, x3 = load4(shared, start + 4 * j * (rows + PAD) + 32 * i)
+                fragment[8 * i + j] = round_tf32(x0)
+                fragment[8 * i + j + 2] = round_tf32(x1)
+                fragment[8 * i + j + 4] = round_tf32(x2)
+                fragment[8 * i + j + 6] = round_tf32(x3)
+
+    return read_m_major if m_major else read_k_major
+
+
+@functools.cache
 def tensor_core(tile: "Tile", a_m_major: bool, b_m_major: bool, store):
     """The two device functions of a warp on the tensor cores: multiply a step of BK, and store the sums."""
     WM, WN = tile.WM, tile.WN
     read_a, read_b = read_fragment(a_m_major, tile.BM, WM), read_fragment(b_m_major, tile.BN, WN)
-    SLOTS_A, SLOTS_B = (WM // 8, 4), (WN // 8, 4)
+    SIZE_A, SIZE_B = WM // 4, WN // 4
+
+    @cuda.jit(device=True)
+    def multiply_eighth(sums, a, b):
+        for i in range(WM // 16):
+            for j in range(WN // 8):
+                c = (i * (WN // 8) + j) * 4
+                sums[c], sums[c + 1], sums[c + 2], sums[c + 3] = mma_tf32(
+                    sums[c], sums[c + 1], sums[c + 2], sums[c + 3],
+                    a[4 * i], a[4 * i + 2], a[4 * i + 1], a[4 * i + 3], b[2 * j], b[2 * j + 1],
+                )  # fmt: skip
 
     @cuda.jit(device=True)
     def multiply_step(sums, shared, at_a, at_b, row, column, lane):
-        fragment_a = cuda.local.array(SLOTS_A, float32)
-        fragment_b = cuda.local.array(SLOTS_B, float32)
+        """Two fragments of each operand by turns: the one is loaded while the other is multiplied."""
+        a0 = cuda.local.array(SIZE_A, float32)
+        a1 = cuda.local.array(SIZE_A, float32)
+        b0 = cuda.local.array(SIZE_B, float32)
+        b1 = cuda.local.array(SIZE_B, float32)
         g, t = lane >> 2, lane & 3
-        for half in range(BK // 16):
-            read_a(fragment_a, shared, at_a, row, half, g, t)
-            read_b(fragment_b, shared, at_b, column, half, g, t)
-            for s in range(0, 4, 2):
-                for i in range(WM // 16):
-                    for j in range(WN // 8):
-                        c = (i * (WN // 8) + j) * 4
-                        sums[c], sums[c + 1], sums[c + 2], sums[c + 3] = mma_tf32(
-                            sums[c], sums[c + 1], sums[c + 2], sums[c + 3],
-                            fragment_a[2 * i, s], fragment_a[2 * i + 1, s],
-                            fragment_a[2 * i, s + 1], fragment_a[2 * i + 1, s + 1],
-                            fragment_b[j, s], fragment_b[j, s + 1],
-                        )  # fmt: skip
+        read_a(a0, shared, at_a, row, 0, g, t)
+        read_b(b0, shared, at_b, column, 0, g, t)
+        read_a(a1, shared, at_a, row, 1, g, t)
+        read_b(b1, shared, at_b, column, 1, g, t)
+        multiply_eighth(sums, a0, b0)
+        read_a(a0, shared, at_a, row, 2, g, t)
+        read_b(b0, shared, at_b, column, 2, g, t)
+        multiply_eighth(sums, a1, b1)
+        read_a(a1, shared, at_a, row, 3, g, t)
+        read_b(b1, shared, at_b, column, 3, g, t)
+        multiply_eighth(sums, a0, b0)
+        multiply_eighth(sums, a1, b1)
 
     @cuda.jit(device=True)
     def store_sums(sums, out, bias, extra, row, column, last_row, N, lane):
@@ -242,40 +331,50 @@ def tensor_core(tile: "Tile", a_m_major: bool, b_m_major: bool, store):
 
 
 @functools.cache
-def fp32_core(tile: "Tile", a_m_major: bool, b_m_major: bool, store):
+def fp32_core(tile: "Tile", store):
     """The two device functions of a warp with fp32 arithmetic: lanes 8 x 4, each with its own rows and columns in fours."""
     TM, TN = tile.WM // 8, tile.WN // 4
     A_ROW, B_ROW = tile.BM + PAD, tile.BN + PAD
-    SHAPE_A, SHAPE_B = (TM, 4), (TN, 4)
+
+    @cuda.jit(device=True)
+    def read(a, b, shared, at_a, at_b):
+        for i in range(0, TM, 4):
+            a[i], a[i + 1], a[i + 2], a[i + 3] = load4(shared, at_a + 8 * i)
+        for j in range(0, TN, 4):
+            b[j], b[j + 1], b[j + 2], b[j + 3] = load4(shared, at_b + 4 * j)
+
+    @cuda.jit(device=True)
+    def add_products(sums, a, b):
+        for i in range(TM):
+            for j in range(TN):
+                sums[i * TN + j] += a[i] * b[j]
+
+    @cuda.jit(device=True)
+    def two_steps(sums, a0, b0, a1, b1, shared, at_a, at_b):
+        """From the first step's elements in a0 and b0 to the third's: the one is read while the other is multiplied."""
+        read(a1, b1, shared, at_a + A_ROW, at_b + B_ROW)
+        add_products(sums, a0, b0)
+        read(a0, b0, shared, at_a + 2 * A_ROW, at_b + 2 * B_ROW)
+        add_products(sums, a1, b1)
 
     @cuda.jit(device=True)
     def multiply_step(sums, shared, at_a, at_b, row, column, lane):
-        a = cuda.local.array(SHAPE_A, float32)
-        b = cuda.local.array(SHAPE_B, float32)
-        y, x = lane >> 2, lane & 3
-        for chunk in range(BK // 4):
-            if a_m_major:
-                for k in range(4):
-                    for i in range(0, TM, 4):
-                        at = at_a + in_tile(4 * chunk + k) * A_ROW + row + 8 * i + 4 * y
-                        a[i, k], a[i + 1, k], a[i + 2, k], a[i + 3, k] = load4(shared, at)
-            else:
-                for i in range(TM):
-                    at = at_a + (row + 4 * y + i // 4 * 32 + i % 4) * BK + 4 * swizzle(y, chunk)
-                    a[i, 0], a[i, 1], a[i, 2], a[i, 3] = load4(shared, at)
-            if b_m_major:
-                for k in range(4):
-                    for j in range(0, TN, 4):
-                        at = at_b + in_tile(4 * chunk + k) * B_ROW + column + 4 * j + 4 * x
-                        b[j, k], b[j + 1, k], b[j + 2, k], b[j + 3, k] = load4(shared, at)
-            else:
-                for j in range(TN):
-                    r = column + 4 * x + j // 4 * 16 + j % 4
-                    b[j, 0], b[j, 1], b[j, 2], b[j, 3] = load4(shared, at_b + r * BK + 4 * swizzle(r >> 2, chunk))
-            for k in range(4):
-                for i in range(TM):
-                    for j in range(TN):
-                        sums[i * TN + j] += a[i, k] * b[j, k]
+        a0 = cuda.local.array(TM, float32)
+        a1 = cuda.local.array(TM, float32)
+        b0 = cuda.local.array(TN, float32)
+        b1 = cuda.local.array(TN, float32)
+        at_a += row + (lane >> 2) * 4
+        at_b += column + (lane & 3) * 4
+        for _ in range(BK // 8):
+            read(a0, b0, shared, at_a, at_b)
+            two_steps(sums, a0, b0, a1, b1, shared, at_a, at_b)
+            two_steps(sums, a0, b0, a1, b1, shared, at_a + 2 * A_ROW, at_b + 2 * B_ROW)
+            two_steps(sums, a0, b0, a1, b1, shared, at_a + 4 * A_ROW, at_b + 4 * B_ROW)
+            read(a1, b1, shared, at_a + 7 * A_ROW, at_b + 7 * B_ROW)
+            add_products(sums, a0, b0)
+            add_products(sums, a1, b1)
+            at_a += 8 * A_ROW
+            at_b += 8 * B_ROW
 
     @cuda.jit(device=True)
     def store_sums(sums, out, bias, extra, row, column, last_row, N, lane):
@@ -296,12 +395,12 @@ GROUP = 8  # rows of blocks that walk along N together, so that L2 serves them
 @functools.cache
 def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_aligned: bool, epilogue: int, out_aligned: bool):
     BM, BN, WM, WN, STAGES = tile.BM, tile.BN, tile.WM, tile.WN, tile.stages
-    A_SIZE, STAGE = operand_size(a_m_major, BM), operand_size(a_m_major, BM) + operand_size(b_m_major, BN)
+    A_SIZE, STAGE = tile.size(BM, a_m_major), tile.size(BM, a_m_major) + tile.size(BN, b_m_major)
     SUMS, AHEAD = WM * WN // 32, STAGES - 2
-    copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned)
-    copy_b = copy_tile(b_m_major, BN, tile.threads, b_aligned)
-    core = tensor_core if tile.tf32 else fp32_core
-    multiply_step, store_sums = core(tile, a_m_major, b_m_major, store_tile(epilogue, out_aligned))
+    copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned, tile.tf32)
+    copy_b = copy_tile(b_m_major, BN, tile.threads, b_aligned, tile.tf32)
+    store = store_tile(epilogue, out_aligned)
+    multiply_step, store_sums = tensor_core(tile, a_m_major, b_m_major, store) if tile.tf32 else fp32_core(tile, store)
 
     @cuda.jit(fastmath=True, launch_bounds=(tile.threads, tile.blocks))
     def matmul_kernel(out, a, b, bias, extra, M, N, K, share):

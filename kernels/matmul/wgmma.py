@@ -1,26 +1,49 @@
-"""The engine of version 12: Hopper's tensor cores, which four warps work together and which read b from shared memory themselves.
+"""The engine of version 12: Hopper's tensor cores, which four warps use together and which read b from shared memory themselves.
 
     out (M,N) = a @ b, where a is (M,K) or, if a_m_major, (K,M) read as its transpose; and b.T is (N,K)
 
 wgmma.mma_async.m64nBNk8 adds a 64 x 8 by 8 x BN product to sums in the registers of a warp group, 128 threads. It takes a from
 registers, so that a may lie either way round and is rounded to nearest; b it reads from shared memory, K-major, cut off to TF32.
-It runs on while its warps go on: to the next fragment of a, and to the copies of the stages that come after.
+It runs on while its warps go on: to the next fragments of a, and to the copies of the stages that come after.
+
+A block takes one tile of out after the other, and the copies run two steps ahead across their borders: while the last sums of a
+tile are stored, the first steps of the next are on their way.
 """
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 
 from kernels import simulator
 from kernels.device import (
-    SIMULATE, big_shared, ceil_div, cp_async16_zfill, cp_async_commit, cp_async_wait, cuda, float32, int32, int64, ldmatrix_x4,
+    SIMULATE, big_shared, ceil_div, cp_async16, cp_async16_zfill, cp_async_commit, cp_async_wait, cuda, float32, int32, int64,
+    ldmatrix_x4, multiprocessors, need, scratch, shared_limit, to_tf32,
 )  # fmt: skip
 from kernels.intrinsics import LITERAL, ptx
-from kernels.matmul.engine import BK, GROUP, PAD, STORE, round_tf32, store_one
+from kernels.matmul.engine import BK, GROUP, PAD, STORE, add_splits, is_aligned, round_tf32, store_one, store_pair
 
-BM, STAGES, THREADS = 128, 4, 256
-A_ROW = BM + PAD
-A_SIZE = -(-BK * A_ROW // 256) * 256  # floats of a stage: whole kilobytes, so that b's tile starts at one
+STAGES = 4
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes that a kernel is compiled for."""
+
+    groups: int = 2  # warp groups, each with 64 rows
+    BN: int = 192  # columns, a multiple of 64 and at most 256
+
+    @property
+    def BM(self) -> int:
+        return 64 * self.groups
+
+    def size_a(self, m_major: bool) -> int:
+        """Floats of a stage of a's tile: whole kilobytes, so that b's tiles start at one."""
+        return ceil_div(BK * (self.BM + PAD if m_major else self.BM), 256) * 256
+
+    def shared(self, a_m_major: bool) -> int:
+        """Bytes of shared memory a block."""
+        return 4 * STAGES * (self.size_a(a_m_major) + self.BN * BK)
 
 
 @ptx("fence.proxy.async.shared::cta;")
@@ -126,120 +149,226 @@ def simulated_wgmma(count: int):
 
 
 @functools.cache
-def kernel(BN: int, a_m_major: bool, epilogue: int, transposed: bool):
+def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
     """transposed: out is (N,M), the transpose of what is computed."""
-    STAGE, SUMS, AHEAD = A_SIZE + BN * BK, BN // 2, STAGES - 3
+    BM, BN, THREADS = tile.BM, tile.BN, 128 * tile.groups
+    A_AT, A_ROW = BN * BK, BM + PAD  # b's tile first: it has to start at a multiple of 1024 bytes
+    STAGE, SUMS, AHEAD = A_AT + tile.size_a(a_m_major), BN // 2, STAGES - 3
+    ROWS = THREADS // 8  # of a K-major tile a pass
+    STEPS = THREADS * 4 // BM  # of an M-major tile a pass
     wgmma, wgmma_finish = make_wgmma(BN)
-    store = store_one(epilogue)
+    store1, store2 = store_one(epilogue), store_pair(epilogue)
 
     @cuda.jit(device=True)
-    def copy_a(shared, at, a, first, k, M, K):
-        thread = int32(cuda.threadIdx.x)
-        if a_m_major:
-            step, column = thread >> 5, (thread & 31) * 4
-            start = int64(k + step) * M + (first + column)
-            for i in range(4):
-                cp_async16_zfill(
-                    shared, at + (step + 8 * i) * A_ROW + column, a, start + 8 * i * M, k + step + 8 * i < K and first + column < M
-                )
-        else:
-            copy_rows(shared, at, a, first, k, M, K, 4)
-
-    @cuda.jit(device=True)
-    def copy_rows(shared, at, source, first, k, count, K, passes):
-        """source (count, K): 32 rows a pass."""
+    def copy_rows(shared, at, source, first, k, count, K, end, rows):
+        """Of source (count, K), `rows` rows from `first` on, as wgmma and ldmatrix want them: chunk c of a row at c ^ (row % 8)."""
         thread = int32(cuda.threadIdx.x)
         row, chunk = thread >> 3, thread & 7
         start = int64(first + row) * K + (k + 4 * chunk)
         to = at + row * BK + 4 * (chunk ^ (row & 7))
-        for i in range(passes):
-            cp_async16_zfill(
-                shared, to + 32 * i * BK, source, start + 32 * i * K, first + row + 32 * i < count and k + 4 * chunk < K
-            )
+        inside = first + rows <= count and k + BK <= end
+        for i in range(0, rows, ROWS):
+            if inside:
+                if rows % ROWS == 0 or i + row < rows:
+                    cp_async16(shared, to + i * BK, source, start + i * K)
+            elif rows % ROWS == 0 or i + row < rows:
+                valid = first + row + i < count and k + 4 * chunk < end
+                cp_async16_zfill(shared, to + i * BK, source, start + i * K, valid)
 
     @cuda.jit(device=True)
-    def read_a(fragment, shared, at, row, lane):
-        g, t = lane >> 2, lane & 3
-        for s in range(4):
-            if a_m_major:
-                start = at + (8 * s + t) * A_ROW + row + g
-                x0, x1 = shared[start], shared[start + 8]
-                x2, x3 = shared[start + 4 * A_ROW], shared[start + 4 * A_ROW + 8]
-            else:
-                r = row + (lane & 15)
-                x0, x1, x2, x3 = ldmatrix_x4(shared, at + r * BK + 4 * ((2 * s + (lane >> 4)) ^ (r & 7)))
-            fragment[s, 0] = round_tf32(x0)
-            fragment[s, 1] = round_tf32(x1)
-            fragment[s, 2] = round_tf32(x2)
-            fragment[s, 3] = round_tf32(x3)
+    def copy_columns(shared, at, source, first, k, count, end):
+        """Of source (K, count), BM columns from `first` on."""
+        thread = int32(cuda.threadIdx.x)
+        step, column = thread // (BM // 4), thread % (BM // 4) * 4
+        start = int64(k + step) * count + (first + column)
+        for i in range(0, BK, STEPS):
+            valid = k + step + i < end and first + column < count
+            cp_async16_zfill(shared, at + (step + i) * A_ROW + column, source, start + i * count, valid)
 
     @cuda.jit(device=True)
-    def step(sums, fragment, shared, now, next, a, b, first_row, first_column, k, M, N, K, more):
-        """Multiply the tile of this step while copies bring the tile of the step after the next."""
-        cp_async_wait(AHEAD)
-        fence_async()
-        cuda.syncthreads()  # this step's tile is there; all have done the step before last, whose place is free
-        copy_a(shared, next + BN * BK, a, first_row, k + (STAGES - 2) * BK, M, K)
-        copy_rows(shared, next, b, first_column, k + (STAGES - 2) * BK, N, K, BN // 32)
+    def copy(shared, stage, a, b, row, column, k, M, N, K, end):
+        """Start the copies of one step of both operands."""
+        if a_m_major:
+            copy_columns(shared, stage + A_AT, a, row, k, M, end)
+        else:
+            copy_rows(shared, stage + A_AT, a, row, k, M, K, end, BM)
+        copy_rows(shared, stage, b, column, k, N, K, end, BN)
         cp_async_commit()
-        read_a(fragment, shared, now + BN * BK, int32(cuda.threadIdx.x) >> 5 << 4, int32(cuda.threadIdx.x) & 31)
+
+    @cuda.jit(device=True)
+    def read_a(fragment, shared, at, s):
+        """Rounded, this warp's 16 rows of 8 steps of K."""
+        thread = int32(cuda.threadIdx.x)
+        lane, row = thread & 31, thread >> 5 << 4
+        if a_m_major:
+            start = at + (8 * s + (lane & 3)) * A_ROW + row + (lane >> 2)
+            x0, x1 = shared[start], shared[start + 8]
+            x2, x3 = shared[start + 4 * A_ROW], shared[start + 4 * A_ROW + 8]
+        else:
+            r = row + (lane & 15)
+            x0, x1, x2, x3 = ldmatrix_x4(shared, at + r * BK + 4 * ((2 * s + (lane >> 4)) ^ (r & 7)))
+        fragment[0], fragment[1] = round_tf32(x0), round_tf32(x1)
+        fragment[2], fragment[3] = round_tf32(x2), round_tf32(x3)
+
+    @cuda.jit(device=True)
+    def multiply(sums, even, odd, shared, stage, more):
+        """The four products of a step. Two fragments of a by turns: wgmma still reads the one while the other is loaded."""
+        read_a(even, shared, stage + A_AT, 0)
         wgmma_fence()
-        wgmma(sums, shared, now, more, fragment[0, 0], fragment[0, 1], fragment[0, 2], fragment[0, 3])
-        for s in range(1, 4):
-            wgmma(sums, shared, now + 8 * s, 1, fragment[s, 0], fragment[s, 1], fragment[s, 2], fragment[s, 3])
+        wgmma(sums, shared, stage, more, even[0], even[1], even[2], even[3])
+        wgmma_commit()
+        wgmma_wait(1)
+        read_a(odd, shared, stage + A_AT, 1)
+        wgmma_fence()
+        wgmma(sums, shared, stage + 8, 1, odd[0], odd[1], odd[2], odd[3])
+        wgmma_commit()
+        wgmma_wait(1)
+        read_a(even, shared, stage + A_AT, 2)
+        wgmma_fence()
+        wgmma(sums, shared, stage + 16, 1, even[0], even[1], even[2], even[3])
+        wgmma_commit()
+        wgmma_wait(1)
+        read_a(odd, shared, stage + A_AT, 3)
+        wgmma_fence()
+        wgmma(sums, shared, stage + 24, 1, odd[0], odd[1], odd[2], odd[3])
         wgmma_commit()
         wgmma_wait(1)
 
+    @cuda.jit(device=True)
+    def locate(item, M, N, K, share):
+        """The first row and column of the tile of this item of work, and its steps of K: from and to. After the last item:
+        a place where there is nothing to copy."""
+        across, down = (N + int32(BN - 1)) // int32(BN), (M + int32(BM - 1)) // int32(BM)
+        split, block = item // (across * down), item % (across * down)
+        top = block // (GROUP * across) * GROUP
+        height = min(down - top, GROUP)
+        row = (top + block % (GROUP * across) % height) * BM
+        column = block % (GROUP * across) // height * BN
+        start = split * share
+        return (row, column, start, min(start + share, K)) if start < K else (M, N, start, start + BK)
+
+    @cuda.jit(device=True)
+    def store_quarter(sums, first, out, bias, extra, row, column, last_row, M, N):
+        """A quarter of the sums: a loop that is short enough for the compiler to unroll, or they would leave their registers."""
+        for j in range(first, first + BN // 32):
+            for i in range(2):
+                r, n, c = row + 8 * i, column + 8 * j, 4 * j + 2 * i
+                if r < last_row and n < N:
+                    if transposed:
+                        store1(out, bias, extra, n, r, M, sums[c])
+                        if n + 1 < N:
+                            store1(out, bias, extra, n + 1, r, M, sums[c + 1])
+                    else:
+                        store2(out, bias, extra, r, n, N, sums[c], sums[c + 1])
+
+    @cuda.jit(device=True)
+    def store_sums(sums, out, bias, extra, row, column, last_row, M, N):
+        lane, warp = int32(cuda.threadIdx.x) & 31, int32(cuda.threadIdx.x) >> 5
+        row, column = row + 16 * warp + (lane >> 2), column + 2 * (lane & 3)
+        store_quarter(sums, 0, out, bias, extra, row, column, last_row, M, N)
+        store_quarter(sums, BN // 32, out, bias, extra, row, column, last_row, M, N)
+        store_quarter(sums, BN // 16, out, bias, extra, row, column, last_row, M, N)
+        store_quarter(sums, 3 * BN // 32, out, bias, extra, row, column, last_row, M, N)
+
     @cuda.jit(fastmath=True, launch_bounds=(THREADS, 1))
-    def matmul_wgmma_kernel(out, a, b, bias, extra, M, N, K):
+    def matmul_wgmma_kernel(out, a, b, bias, extra, M, N, K, share, items):
+        """out (M,N), or (splits * M, N), or (N,M) if transposed. An item of work is a tile of out and `share` steps of K."""
         shared = cuda.shared.array(0, float32, alignment=1024)
         sums = cuda.local.array(SUMS, float32)
-        even = cuda.local.array((4, 4), float32)
-        odd = cuda.local.array((4, 4), float32)
-        thread = int32(cuda.threadIdx.x)
-        lane, warp = thread & 31, thread >> 5
-        block = int32(cuda.blockIdx.x)
-        across = (N + int32(BN - 1)) // int32(BN)
-        top = block // (GROUP * across) * GROUP
-        height = min((M + int32(BM - 1)) // int32(BM) - top, GROUP)
-        first_row = (top + block % (GROUP * across) % height) * BM
-        first_column = block % (GROUP * across) // height * BN
-
-        for stage in range(STAGES - 2):
-            copy_a(shared, stage * STAGE + BN * BK, a, first_row, stage * BK, M, K)
-            copy_rows(shared, stage * STAGE, b, first_column, stage * BK, N, K, BN // 32)
-            cp_async_commit()
-        # two fragments of a by turns: wgmma still reads the one while the other is loaded
-        step(sums, even, shared, int32(0), int32((STAGES - 2) * STAGE), a, b, first_row, first_column, int32(0), M, N, K, 0)
-        step(sums, odd, shared, int32(STAGE), int32((STAGES - 1) * STAGE), a, b, first_row, first_column, int32(BK), M, N, K, 1)
-        for k in range(int32(2 * BK), K, int32(2 * BK)):
-            now = k // (2 * BK) % 2 * (2 * STAGE)
-            next = 2 * STAGE - now
-            step(sums, even, shared, now, next, a, b, first_row, first_column, k, M, N, K, 1)
-            step(sums, odd, shared, now + STAGE, next + STAGE, a, b, first_row, first_column, k + BK, M, N, K, 1)
-        wgmma_finish(sums)
-        for j in range(BN // 8):
-            for i in range(2):
-                row, column = first_row + 16 * warp + (lane >> 2) + 8 * i, first_column + 8 * j + 2 * (lane & 3)
-                for c in range(2):
-                    if row < M and column + c < N:
-                        if transposed:
-                            store(out, bias, extra, column + c, row, M, sums[4 * j + 2 * i + c])
-                        else:
-                            store(out, bias, extra, row, column + c, N, sums[4 * j + 2 * i + c])
+        even = cuda.local.array(4, float32)
+        odd = cuda.local.array(4, float32)
+        blocks = int32(cuda.gridDim.x)
+        now, next = int32(0), int32(0)
+        item_ahead = int32(cuda.blockIdx.x)
+        row_ahead, column_ahead, k_ahead, end_ahead = locate(item_ahead, M, N, K, share)
+        for step in range(-(STAGES - 2), 0):
+            copy(shared, next, a, b, row_ahead, column_ahead, k_ahead, M, N, K, end_ahead)
+            next += STAGE
+            k_ahead += BK
+            if k_ahead >= end_ahead:
+                item_ahead += blocks
+                row_ahead, column_ahead, k_ahead, end_ahead = locate(item_ahead, M, N, K, share)
+        for item in range(int32(cuda.blockIdx.x), items, blocks):
+            row, column, start, end = locate(item, M, N, K, share)
+            for k in range(start, end, int32(BK)):
+                cp_async_wait(AHEAD)
+                fence_async()
+                cuda.syncthreads()  # this step's tiles are there; all have done the step before last, whose place is free
+                copy(shared, next, a, b, row_ahead, column_ahead, k_ahead, M, N, K, end_ahead)
+                k_ahead += BK
+                if k_ahead >= end_ahead:
+                    item_ahead += blocks
+                    row_ahead, column_ahead, k_ahead, end_ahead = locate(item_ahead, M, N, K, share)
+                multiply(sums, even, odd, shared, now, int32(k > start))
+                now = now + STAGE if now < (STAGES - 1) * STAGE else 0
+                next = next + STAGE if next < (STAGES - 1) * STAGE else 0
+            wgmma_finish(sums)
+            part = start // share * M
+            store_sums(sums, out, bias, extra, part + row, column, part + M, M, N)
 
     return matmul_wgmma_kernel
 
 
-def shared_bytes(BN: int) -> int:
-    return 4 * STAGES * (A_SIZE + BN * BK)
+@cuda.jit(cache=True)
+def transpose_kernel(out, inp):
+    """out (C,N) = inp (N,C).T, rounded to TF32: 32 x 32 elements a block of 32 x 8 threads."""
+    tile = cuda.shared.array((32, 33), float32)
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    n, c = cuda.blockIdx.y * 32, cuda.blockIdx.x * 32
+    N, C = inp.shape
+    for i in range(y, 32, 8):
+        if n + i < N and c + x < C:
+            tile[i, x] = inp[n + i, c + x]
+    cuda.syncthreads()
+    for i in range(y, 32, 8):
+        if c + i < C and n + x < N:
+            out[c + i, n + x] = to_tf32(tile[x, i])
 
 
-def multiply(out, a, b, *, BN=192, a_m_major=False, epilogue=STORE, bias=None, extra=None, transposed=False, stream=0):
+def transpose(inp, stream=0):
+    """A scratch array (C,N) that holds the transpose of inp (N,C), rounded to TF32."""
+    N, C = inp.shape
+    out = scratch("matmul transpose", (C, N))
+    transpose_kernel[(ceil_div(C, 32), ceil_div(N, 32)), (32, 8), stream](out, inp)
+    return out
+
+
+# Seconds, up to a factor: of a step of a block, and of adding up the parts, by an element.
+COST, SPLIT_COST = {Tile(3, 256): 1.45, Tile(2, 192): 0.86}, 1e6
+
+
+def choose(M: int, N: int, K: int, a_m_major: bool, epilogue: int) -> tuple[Tile, int]:
+    """The tile, and into how many parts to split K: what leaves the fewest multiprocessors idle, the larger tile of equals."""
+    best = None
+    for tile in (Tile(3, 256), Tile(2, 192)):
+        if tile.shared(a_m_major) > shared_limit():
+            continue
+        for splits in (1, 2, 3, 4, 6):
+            items = ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * splits
+            steps = ceil_div(items, multiprocessors()) * ceil_div(K, BK * splits)
+            cost = steps * COST[tile] + (splits > 1) * 2 * splits * M * N / SPLIT_COST
+            if best is None or cost < best[0]:
+                best = cost, tile, splits
+    return best[1:]
+
+
+def multiply(out, a, b, *, tile=None, splits=None, a_m_major=False, epilogue=STORE, bias=None, extra=None, transposed=False, stream=0):
+    """out (M,N), or (N,M) if transposed, = epilogue(a @ b): a is (M,K), or (K,M) if a_m_major; b.T is (N,K). bias: (N,); extra:
+    like out, what the epilogue reads or writes; for (N,M) no bias."""
     M, K = a.shape[::-1] if a_m_major else a.shape
     N = b.shape[0]
     bias, extra = out if bias is None else bias, out if extra is None else extra
-    launch = big_shared(
-        kernel(BN, a_m_major, epilogue, transposed), ceil_div(M, BM) * ceil_div(N, BN), THREADS, stream, shared_bytes(BN)
-    )
-    launch(out, a, b, bias, extra, int32(M), int32(N), int32(K))
+    need(is_aligned(out, a, b, extra) and is_aligned(bias), "needs rows of whole 16 bytes: channels in multiples of 4")
+    chosen, parts = choose(M, N, K, a_m_major, epilogue)
+    tile, splits = tile or chosen, 1 if transposed else splits or parts
+    share = ceil_div(ceil_div(K, splits), BK) * BK
+    splits = ceil_div(K, share)
+    target, how = (out, epilogue) if splits == 1 else (scratch("matmul parts", (splits * M, N)), STORE)
+    items = ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * splits
+    run = kernel(tile, a_m_major, how, transposed)
+    launch = big_shared(run, min(items, multiprocessors()), 128 * tile.groups, stream, tile.shared(a_m_major))
+    launch(target, a, b, bias, extra, int32(M), int32(N), int32(K), int32(share), int32(items))
+    if splits > 1:
+        add_splits(epilogue, True)[ceil_div(M * N // 4, 256), 256, stream](
+            out, target, bias, extra, int32(M), int32(N), int32(splits)
+        )
