@@ -6,6 +6,7 @@ A page says where a table goes; nobody types a number:
     <!-- table: layernorm_forward 2 3 -->   these two of its versions
     <!-- table: matmul_forward best -->     every shape that was timed, the best version beside version 0
     <!-- table: steps -->                   the training step, ours and others
+    <!-- table: profile -->                 where the time of a step goes
     <!-- table: losses -->                  how far our losses are from PyTorch's
     <!-- table: card -->                    what all of it was measured with
     <!-- /table -->                         where it ends
@@ -96,6 +97,20 @@ def losses_table(results: dict) -> list[str]:
     return lines
 
 
+def profile_table(results: dict) -> list[str]:
+    rows = results.get("profile")
+    if not rows:
+        return ["*The step has not been profiled yet.*"]
+    whole = sum(row["ms"] for row in rows)
+    lines = ["| op | version | calls | ms | share | us a call | GB/s | TFLOP/s |", "|---|--:|--:|--:|--:|--:|--:|--:|"]
+    for row in rows:
+        tflops = f"{row['flops'] / row['ms'] / 1e9:.0f}" if row["flops"] else ""
+        rates = f"{row['nbytes'] / row['ms'] / 1e6:,.0f} | {tflops}"
+        share, each = f"{row['ms'] / whole:.1%}", f"{1e3 * row['ms'] / row['calls']:.1f}"
+        lines.append(f"| {row['op']} | {row['version']} | {row['calls']} | {row['ms']:.3f} | {share} | {each} | {rates} |")
+    return [*lines, f"| all | | {sum(row['calls'] for row in rows)} | {whole:.3f} | | | | |"]
+
+
 def card_table(results: dict) -> list[str]:
     r, packages = results["roofline"], results["packages"]
     versions = ", ".join(f"{name} {number}" for name, number in packages.items() if number)
@@ -121,8 +136,9 @@ def fill(page: Path, results: dict) -> str:
 
     def table(match: re.Match) -> str:
         what = match["what"].split()
-        if what[0] in ("steps", "losses", "card"):
-            lines = {"steps": steps_table, "losses": losses_table, "card": card_table}[what[0]](results)
+        whole = {"steps": steps_table, "profile": profile_table, "losses": losses_table, "card": card_table}
+        if what[0] in whole:
+            lines = whole[what[0]](results)
         elif what[1:] == ["best"]:
             lines = best_table(results, what[0])
         else:

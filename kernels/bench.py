@@ -24,6 +24,7 @@ from data.loader import DataLoader
 from kernels.device import TARGET, cuda
 from kernels.ladder import card, measure, roofline
 from kernels.op import load_all
+from kernels.profile import profile_step
 from model import GPT2, Tensors, parameter_shapes, random_parameters
 
 FOLDER = Path(__file__).parent.parent / "doc" / "benchmarks"
@@ -81,6 +82,12 @@ def measure_steps(prefix: str, results: dict, steps: int = 40) -> None:
         numbers = itertools.count(1)
         found[name] = _median_ms(lambda: model.train_step(*loader.next_batch(), 3e-4, next(numbers)), steps)  # noqa: B023
         print(f"{name}: {found[name]:.2f} ms", flush=True)
+        if not options:
+            profiled = profile_step(model, *loader.next_batch(), 3e-4, next(numbers))
+            results["profile"] = [
+                {"op": op, "version": version, **{k: getattr(spent, k) for k in ("calls", "ms", "nbytes", "flops")}}
+                for op, version, spent in profiled.table()
+            ]
         model.close()
         save(results)
     try:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from kernels.device import cuda, uint64
+from kernels.op import OPS
 from kernels.timing import hold_kernel
 
 HOLD_NANOSECONDS = 100_000_000  # longer than Python needs to queue a step, so that no kernel waits for its launch
@@ -16,6 +17,7 @@ class Spent:
     calls: int = 0
     ms: float = 0.0
     nbytes: int = 0  # of its array arguments, each once
+    flops: int = 0
     events: list = field(default_factory=list)
 
 
@@ -41,6 +43,9 @@ class Profiled:
             spent = self.spent[name, version.number if version else 0]
             spent.events.append((start, end))
             spent.nbytes += sum(getattr(arg, "nbytes", 0) for arg in args)
+            op = OPS.get(name)
+            if op and op.sizes:
+                spent.flops += op.flops(**op.sizes(dict(zip(op.arguments, args, strict=True))))
             return version
 
         return timed
@@ -70,16 +75,15 @@ def print_profile(profiled: Profiled) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kernels.op import OPS
-
     rows = profiled.table()
     whole = sum(spent.ms for _, _, spent in rows)
     table = Table(title=f"a training step's ops: {whole:.2f} ms on the GPU", title_justify="left")
-    for name in ("op", "version", "calls", "ms", "%", "us a call", "GB/s"):
+    for name in ("op", "version", "calls", "ms", "%", "us a call", "GB/s", "TFLOP/s"):
         table.add_column(name, justify="left" if name == "op" else "right")
     for op, number, spent in rows:
         rate = spent.nbytes / spent.ms / 1e6 if spent.ms else 0
+        tflops = f"{spent.flops / spent.ms / 1e9:.0f}" if spent.flops else ""
         what = f"{op} [dim]{OPS[op].versions[number].description}[/dim]" if op in OPS else op
         share, each = f"{100 * spent.ms / whole:.1f}", f"{1e3 * spent.ms / spent.calls:.1f}"
-        table.add_row(what, str(number), str(spent.calls), f"{spent.ms:.3f}", share, each, f"{rate:.0f}")
+        table.add_row(what, str(number), str(spent.calls), f"{spent.ms:.3f}", share, each, f"{rate:.0f}", tflops)
     Console(highlight=False, width=140).print(table)
