@@ -85,15 +85,17 @@ def steps_table(results: dict) -> list[str]:
     note = "llm.c's two lines were measured apart from the others, on a card of the same kind. " if LLM_C.keys() & steps else ""
     packages = results["packages"]
     with_ = f"{results['card']}, numba-cuda {packages['numba-cuda']}, torch {packages['torch']}"
-    return [*lines, "", f"{with_}; fp32 storage, TF32 products unless said. {note}Ours is {ours:.2f} ms. [Raw numbers]({raw(results)})"]
+    said = f"{with_}; fp32 storage, TF32 products unless said. {note}Ours is {ours:.2f} ms. [Raw numbers]({raw(results)})"
+    return [*lines, "", said]
 
 
 def losses_table(results: dict) -> list[str]:
     if not results.get("losses"):
         return ["*The losses have not been compared yet.*"]
-    lines = ["| products | steps | largest relative difference of a step's loss | last loss, ours | PyTorch's |", "|---|--:|--:|--:|--:|"]
+    lines = ["| products | steps | largest relative difference | last loss, ours | PyTorch's |", "|---|--:|--:|--:|--:|"]
     for name, found in results["losses"].items():
-        lines.append(f"| {name} | {len(found['ours'])} | {found['worst']:.1e} | {found['ours'][-1]:.4f} | {found['theirs'][-1]:.4f} |")
+        last = f"{found['ours'][-1]:.4f} | {found['theirs'][-1]:.4f}"
+        lines.append(f"| {name} | {len(found['ours'])} | {found['worst']:.1e} | {last} |")
     return lines
 
 
@@ -114,7 +116,8 @@ def profile_table(results: dict) -> list[str]:
 def card_table(results: dict) -> list[str]:
     r, packages = results["roofline"], results["packages"]
     versions = ", ".join(f"{name} {number}" for name, number in packages.items() if number)
-    lines = ["| measured with | |", "|---|---|", f"| card | {results['card']}, driver {results['driver']} |", f"| packages | {versions} |"]
+    lines = ["| measured with | |", "|---|---|", f"| card | {results['card']}, driver {results['driver']} |"]
+    lines += [f"| packages | {versions} |"]
     lines += [f"| copy bandwidth | {r['bandwidth'] / 1e12:.2f} TB/s, read and written |"]
     lines += [f"| fp32 multiply-adds | {r['fp32'] / 1e12:.1f} TFLOP/s |", f"| TF32, 8192 cubed | {r['tf32'] / 1e12:.0f} TFLOP/s |"]
     return lines + ([f"| commit | {results['commit']} |"] if results.get("commit") else [])
