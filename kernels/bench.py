@@ -24,6 +24,7 @@ from data.loader import DataLoader
 from kernels.device import TARGET, cuda
 from kernels.ladder import card, measure, roofline
 from kernels.op import load_all
+from kernels.pick import keep_pick, pick_from
 from kernels.profile import profile_step
 from model import GPT2, Tensors, parameter_shapes, random_parameters
 
@@ -33,22 +34,28 @@ SLOW = 3.0  # versions that much slower than the best at an op's first shape are
 
 
 def measure_ops(names: list[str], results: dict) -> None:
+    """Every version at the op's shape; those that are not slow there at the trainer's shapes and at large ones too. What is
+    best at the trainer's is picked."""
     for op in load_all().values():
         if names and not any(name in op.name for name in names):
             continue
-        shapes = [op.shape] + [shape for shape in [*op.trainer_shapes, *op.large] if shape != op.shape]
-        versions = None
-        for shape in shapes:
+        trainer_shapes = op.trainer_shapes or [op.shape]
+        versions, for_trainer = list(op.versions.values()), []
+        for shape in [op.shape] + [shape for shape in [*trainer_shapes, *op.large] if shape != op.shape]:
             rows = measure(op, shape, versions, checked=shape not in op.large, keep_going=True)
             for row in rows:
                 print(f"{row.op:28} {row.version:3} {_sizes(shape):40} ", _short(row), flush=True)
+            if shape in trainer_shapes:
+                for_trainer += rows
+            if shape == op.shape:
+                best = min((row.us for row in rows if row.us), default=0)
+                versions = [op.versions[row.version] for row in rows if row.us and row.us <= SLOW * best]
             keep = [old for old in results.get("rows", []) if (old["op"], old["shape"]) != (op.name, shape)]
             results["rows"] = keep + [asdict(row) for row in rows]
-            timed = {row.version: row.us for row in rows if row.us}
-            if versions is None and timed:
-                best = min(timed.values())
-                versions = [op.versions[number] for number, us in timed.items() if us <= SLOW * best]
             save(results)
+        number = pick_from(op, for_trainer)
+        if number is not None:
+            keep_pick(op.name, number)
 
 
 def _sizes(shape: dict) -> str:

@@ -48,6 +48,30 @@ def choose(times: dict[int, float], repeatable: set[int]) -> int:
     return fastest
 
 
+def pick_from(op, rows: list) -> int | None:
+    """The version to use, from the rows (kernels.ladder.Row) of an op at every shape of the trainer; None where none is
+    right at all of them."""
+    times: dict[int, float] = {}
+    out: set[int] = set()  # wrong somewhere, or refuses a shape
+    for row in rows:
+        if row.us is None or row.right is False:
+            out.add(row.version)
+        else:
+            times[row.version] = times.get(row.version, 0) + row.us
+    times = {number: time for number, time in times.items() if number not in out}
+    return choose(times, {v.number for v in op.versions.values() if v.repeatable}) if times else None
+
+
+def keep_pick(op: str, number: int) -> None:
+    """Into the table of this card, and into the default one: a card that nobody has measured uses what this one does."""
+    from kernels.ladder import card
+
+    tables = read_picks()
+    for name in ("default", card()["card"]):
+        tables.setdefault(name, {})[op] = number
+    write_picks(tables)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops; the others keep their picks")
@@ -56,7 +80,7 @@ def main() -> None:
     from rich.console import Console
 
     from kernels.device import TARGET
-    from kernels.ladder import card, measure
+    from kernels.ladder import measure
     from kernels.op import load_all
 
     console = Console(highlight=False)
@@ -67,27 +91,18 @@ def main() -> None:
     if unknown:
         sys.exit(f"no op is called {unknown[0]}; there are {', '.join(sorted(ops))}")
 
-    tables, name = read_picks(), card()["card"]
-    mine = tables.setdefault(name, {})
     for op in [ops[name] for name in asked.ops] or ops.values():
-        times: dict[int, float] = {}
-        out: set[int] = set()  # wrong somewhere, or refuses a shape of the trainer
-        for shape in op.trainer_shapes or [op.shape]:
-            for row in measure(op, shape, keep_going=True):
-                if row.us is None or not row.right:
-                    out.add(row.version)
-                    if row.right is False:
-                        console.print(f"[red]{op.name} {row.version} is wrong at {shape}: {row.errors}[/red]")
-                else:
-                    times[row.version] = times.get(row.version, 0) + row.us
-        times = {number: time for number, time in times.items() if number not in out}
-        if not times:
+        rows = [row for shape in op.trainer_shapes or [op.shape] for row in measure(op, shape, keep_going=True)]
+        for row in rows:
+            if row.right is False:
+                console.print(f"[red]{op.name} {row.version} is wrong at {row.shape}: {row.refused or row.errors}[/red]")
+        number = pick_from(op, rows)
+        if number is None:
             console.print(f"[red]{op.name}: no version is right at the trainer's shapes[/red]")
             continue
-        mine[op.name] = choose(times, {v.number for v in op.versions.values() if v.repeatable})
-        ladder = "  ".join(f"{number}: {time:.1f}" for number, time in times.items())
-        console.print(f"{op.name:32} version {mine[op.name]:2}   us by version  {ladder}")
-        write_picks(tables)  # as it goes: an interrupted run loses nothing
+        ladder = "  ".join(f"{row.version}: {row.us:.1f}" for row in rows if row.us)
+        console.print(f"{op.name:32} version {number:2}   us by version  {ladder}")
+        keep_pick(op.name, number)  # as it goes: an interrupted run loses nothing
 
 
 if __name__ == "__main__":

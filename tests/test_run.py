@@ -9,6 +9,7 @@ import pytest
 
 from kernels import harness, pick
 from kernels.device import TARGET
+from kernels.ladder import Row
 from kernels.op import OPS, Picked, load_all, of_layer
 
 ROOT = Path(__file__).parent.parent
@@ -136,6 +137,15 @@ def test_the_fastest_version_is_picked_unless_a_repeatable_one_costs_less_than_f
     assert pick.choose({1: 10.0, 2: 5.0, 3: 7.0}, repeatable={1, 2, 3}) == 2
     assert pick.choose({1: 10.0, 2: 5.0, 3: 5.2}, repeatable={1, 3}) == 3
     assert pick.choose({1: 10.0, 2: 5.0, 3: 5.3}, repeatable={1, 3}) == 2
+
+
+def test_what_is_wrong_or_refuses_at_one_shape_of_the_trainer_is_not_picked():
+    op = load_all()["gelu_forward"]
+    row = lambda version, us, right=True: Row(op.name, version, "", {}, us=us, right=right)  # noqa: E731
+    assert pick.pick_from(op, [row(1, 9.0), row(2, 5.0), row(1, 9.0), row(2, 5.0)]) == 2
+    assert pick.pick_from(op, [row(1, 9.0), row(2, 5.0), row(1, 9.0), row(2, 5.0, right=False)]) == 1
+    assert pick.pick_from(op, [row(1, 9.0), row(2, 5.0), row(1, 9.0), row(2, None)]) == 1
+    assert pick.pick_from(op, [row(1, None)]) is None
 
 
 def test_picks_are_kept_by_card(tmp_path, monkeypatch):
