@@ -66,10 +66,11 @@ fused_classifier = Op(
     odd=[
         {"N": N, "V": V, "Vp": Vp}
         for N, V, Vp in (
-            (2, 1, 1), (2, 1, 4), (2, 33, 33), (2, 100, 101), (2, 1001, 1024), (2, 1024, 1024), (5, 4097, 4100), (1, 2048, 4200)
+            *((1, 1, 1), (1, 1, 4), (1, 33, 33), (1, 100, 101)),
+            *((1, 1024, 1024), (5, 4097, 4100), (1, 2048, 4200)),
         )
     ],
-)  # fmt: skip
+)
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -189,33 +190,40 @@ def finish_target(logits, losses, row, target, target_logit, top, total, scale):
 
 @cuda.jit(cache=True, fastmath=True)
 def fused_classifier_kernel4(logits, losses, dloss, targets, V):
-    row, thread, step = cuda.blockIdx.x, cuda.threadIdx.x, 4 * cuda.blockDim.x
+    row, step = cuda.blockIdx.x, 4 * cuda.blockDim.x
     Vp = logits.shape[1]
     x = cuda.local.array((4, 4), float32)
-    rounds = V // (4 * step)  # of four pieces a thread
-    first, rest = row * Vp + 4 * thread, 4 * step * rounds + 4 * thread
+    base, first = row * Vp, 4 * cuda.threadIdx.x
+    rounds = V // (4 * step) * 4 * step  # where rounds of four pieces a thread end
     target = targets[row]
     target_logit = logits[row, target]
     top, total = LOWEST, float32(0)
-    for r in range(rounds):
+    v = first
+    while v < rounds:
         for k in range(4):  # all four loads are under way before the first is needed
-            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(logits, first + (4 * r + k) * step)
+            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(logits, base + v + k * step)
         for k in range(4):
             top, total = online_add4(top, total, x[k, 0], x[k, 1], x[k, 2], x[k, 3])
-    for v in range(rest, V, step):
+        v += 4 * step
+    while v < V:
         a, b, c, d = load_piece(logits, row, v, V)
         top, total = online_add4(top, total, a, b, c, d)
+        v += step
     top, total = block_online(top, total)
     scale = float32(dloss)
     norm = scale / total
-    for v in range(rest, Vp, step):
+    v = rounds + first
+    while v < Vp:
         a, b, c, d = load_piece(logits, row, v, V)
-        store_gradient(logits, row * Vp + v, a, b, c, d, top, norm)
-    for r in range(rounds - 1, -1, -1):
+        store_gradient(logits, base + v, a, b, c, d, top, norm)
+        v += step
+    v = rounds + first - 4 * step
+    while v >= 0:
         for k in range(4):
-            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(logits, first + (4 * r + k) * step)
+            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(logits, base + v + k * step)
         for k in range(4):
-            store_gradient(logits, first + (4 * r + k) * step, x[k, 0], x[k, 1], x[k, 2], x[k, 3], top, norm)
+            store_gradient(logits, base + v + k * step, x[k, 0], x[k, 1], x[k, 2], x[k, 3], top, norm)
+        v -= 4 * step
     finish_target(logits, losses, row, target, target_logit, top, total, scale)
 
 
@@ -245,15 +253,18 @@ def fused_classifier_kernel5(logits, losses, dloss, targets, V):
     N, Vp = logits.shape
     row, rows = cuda.blockIdx.x, cuda.gridDim.x
     whole = V & ~3  # where pieces without padding end
-    for v in range(first, Vp, step):
+    v = first
+    while v < Vp:
         if v < whole:
             cp_async16(shared, v, logits, row * Vp + v)
         else:
             store4(shared, v, LOWEST, LOWEST, LOWEST, LOWEST)
+        v += step
     target = targets[row]
     while row < N:
         base, next_base = row * Vp, (row + rows) * Vp
         more = row + rows < N
+        ahead = whole if more else 0  # where the pieces end that the next row wants
         target_logit = logits[row, target]
         target_ahead = targets[row + rows] if more else target
         if thread == (whole >> 2) % cuda.blockDim.x:
@@ -262,17 +273,21 @@ def fused_classifier_kernel5(logits, losses, dloss, targets, V):
         cp_async_commit()
         cp_async_wait(0)  # a thread reads what it has copied itself: no barrier
         top, total = LOWEST, float32(0)
-        for v in range(first, Vp, step):
+        v = first
+        while v < Vp:
             a, b, c, d = load4(shared, v)
             top, total = online_add4(top, total, a, b, c, d)
+            v += step
         top, total = block_online(top, total)
         scale = float32(dloss)
         norm = scale / total
-        for v in range(first, Vp, step):
+        v = first
+        while v < Vp:
             a, b, c, d = load4(shared, v)
             store_gradient(logits, base + v, a, b, c, d, top, norm)
-            if more and v < whole:  # the piece's place is free
+            if v < ahead:  # the piece's place is free
                 cp_async16(shared, v, logits, next_base + v)
+            v += step
         finish_target(logits, losses, row, target, target_logit, top, total, scale)
         row, target = row + rows, target_ahead
 
@@ -283,14 +298,12 @@ def fused_classifier_kernel5(logits, losses, dloss, targets, V):
 def fused_classifier5(logits, losses, dloss, targets, V, *, block_size=1024, stream=0):
     """Rows that are no multiple of 16 bytes, or do not fit into shared memory, go the way of version 4."""
     N, Vp = logits.shape
-    nbytes = 4 * Vp
-    resident = shared_limit() // (nbytes + 1024)  # blocks a multiprocessor; 1 KB each for the driver and block_online
-    if Vp % 4 or resident < 1:
+    if Vp % 4 or 4 * Vp + 1024 > shared_limit():  # 1 KB for block_online and the driver
         fused_classifier4(logits, losses, dloss, targets, V, stream=stream)
         return
     whole_warps(block_size)
-    blocks = min(N, multiprocessors() * min(resident, 2048 // block_size))
-    big_shared(fused_classifier_kernel5, blocks, block_size, stream, nbytes)(logits, losses, dloss, targets, V)
+    blocks = min(N, multiprocessors())
+    big_shared(fused_classifier_kernel5, blocks, block_size, stream, 4 * Vp)(logits, losses, dloss, targets, V)
 
 
 THREADS6 = 512  # so that each has 128 registers: 100 of them hold its part of a row of GPT-2's vocabulary

@@ -254,6 +254,7 @@ def make_softmax_autoregressive_backward_kernel3(T):
 @softmax_autoregressive_backward.version(3, "the row in registers, read once, 16-byte loads and stores")
 def softmax_autoregressive_backward3(dpreatt, datt, att, scale, *, block_size=256, stream=0):
     """Rows that are no multiple of 16 bytes, or have no room in a warp's registers, go the way of version 2."""
+    need(block_size <= 512, f"needs blocks of at most 512 threads, which hold two rows a warp, got {block_size}")
     T = att.shape[3]
     if T % 4 or T > 4 * WARP * PIECES3 // 2:
         softmax_autoregressive_backward2(dpreatt, datt, att, scale, stream=stream)

@@ -242,31 +242,38 @@ def softmax_forward_kernel7(out, inp):
     row, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
     C = inp.shape[1]
     head, pieces, edge = ragged(row * C, C, thread)
-    first, step = row * C + head + 4 * thread, 4 * threads
-    rounds = pieces // (4 * threads)  # of four pieces a thread
+    base, step = row * C + head, 4 * threads
+    first, end, rounds = 4 * thread, 4 * pieces, pieces // (4 * threads) * 4 * step  # where rounds of four pieces end
     x = cuda.local.array((4, 4), float32)
     edge_x = inp[row, edge] if edge < C else LOWEST
     top, total = LOG2E * edge_x, float32(1 if edge < C else 0)
-    for r in range(rounds):
+    c = first
+    while c < rounds:
         for k in range(4):  # all four loads are under way before the first is needed
-            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(inp, first + (4 * r + k) * step)
+            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(inp, base + c + k * step)
         for k in range(4):
             top, total = online_add4(top, total, x[k, 0], x[k, 1], x[k, 2], x[k, 3])
-    for piece in range(4 * rounds * threads + thread, pieces, threads):
-        a, b, c, d = load4(inp, row * C + head + 4 * piece)
-        top, total = online_add4(top, total, a, b, c, d)
+        c += 4 * step
+    while c < end:
+        x[0, 0], x[0, 1], x[0, 2], x[0, 3] = load4(inp, base + c)
+        top, total = online_add4(top, total, x[0, 0], x[0, 1], x[0, 2], x[0, 3])
+        c += step
     top, total = block_online(top, total)
     norm = float32(1) / total
     if edge < C:
         out[row, edge] = exp2_approx(LOG2E * edge_x - top) * norm
-    for piece in range(4 * rounds * threads + thread, pieces, threads):
-        a, b, c, d = load4(inp, row * C + head + 4 * piece)
-        store_probabilities(out, row * C + head + 4 * piece, a, b, c, d, top, norm)
-    for r in range(rounds - 1, -1, -1):
+    c = rounds + first
+    while c < end:
+        x[0, 0], x[0, 1], x[0, 2], x[0, 3] = load4(inp, base + c)
+        store_probabilities(out, base + c, x[0, 0], x[0, 1], x[0, 2], x[0, 3], top, norm)
+        c += step
+    c = rounds + first - 4 * step
+    while c >= 0:
         for k in range(4):
-            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(inp, first + (4 * r + k) * step)
+            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(inp, base + c + k * step)
         for k in range(4):
-            store_probabilities(out, first + (4 * r + k) * step, x[k, 0], x[k, 1], x[k, 2], x[k, 3], top, norm)
+            store_probabilities(out, base + c + k * step, x[k, 0], x[k, 1], x[k, 2], x[k, 3], top, norm)
+        c -= 4 * step
 
 
 @softmax_forward.version(7, "wide rows: 16-byte loads, four in flight; read again backwards, from L2")
