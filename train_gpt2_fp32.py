@@ -211,7 +211,8 @@ def set_up(device: str) -> str:
         from kernels.progress import name_what_compiles
 
         name_what_compiles()
-        return f"CPU, {numba.get_num_threads()} threads"
+        threads = numba.get_num_threads()
+        return f"CPU, {threads} thread{'s' * (threads > 1)}"
     from kernels.ladder import card
 
     return card()["card"]
