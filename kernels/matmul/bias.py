@@ -211,14 +211,14 @@ def strip_sum4(dout, first, end, OC):
 def make_matmul_backward_bias_kernels6(OC):
     """The kernels for rows of OC columns, a number that the compiler knows."""
 
-    @cuda.jit(cache=True, fastmath=True)
+    @cuda.jit(cache=True, fastmath=True, launch_bounds=(WARP * WARPS6, 4))
     def matmul_backward_bias_kernel6(partials, dout, rows):
         column, first = cuda.blockIdx.x * STRIP6 + cuda.threadIdx.x, cuda.blockIdx.y * rows
         total = strip_sum4(dout, first, min(first + rows, dout.shape[0]), OC)
         if cuda.threadIdx.x < STRIP6 and column < OC:
             partials[cuda.blockIdx.y, column] = total
 
-    @cuda.jit(cache=True, fastmath=True)
+    @cuda.jit(cache=True, fastmath=True, launch_bounds=(WARP * WARPS6, 4))
     def finish_kernel6(dbias, partials):
         column = cuda.blockIdx.x * STRIP6 + cuda.threadIdx.x
         total = strip_sum4(partials, 0, partials.shape[0], OC)
@@ -251,7 +251,7 @@ def matmul_backward_bias6(dbias, dout, *, stream=0):
 
 @functools.cache
 def make_matmul_backward_bias_kernel7(OC):
-    @cuda.jit(cache=True, fastmath=True)
+    @cuda.jit(cache=True, fastmath=True, launch_bounds=(WARP * WARPS6, 4))
     def matmul_backward_bias_kernel7(dbias, partials, finished, dout, rows):
         thread, strip, chunk, chunks = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y, cuda.gridDim.y
         column, first = strip * STRIP6 + thread, chunk * rows
