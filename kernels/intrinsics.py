@@ -9,6 +9,7 @@ must be C-contiguous. Where 8 or 16 bytes are moved at once the element must sta
 start at one, shared arrays only if they are declared with `alignment=16`.
 """
 
+import functools
 import inspect
 import math
 import time
@@ -197,47 +198,35 @@ def _pointer(context, builder, array_type, array, i, space=0):
     return builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, space)) if space else pointer
 
 
-def _elements(array, i: int, count: int) -> np.ndarray:
-    """The simulator's view of `count` neighbouring elements, which must be there and aligned."""
-    data = array.data
-    if i < 0 or i + count > data.size:
-        raise IndexError(f"elements {i} to {i + count - 1} are out of bounds for the {data.size}")
-    if not data.flags.c_contiguous:
-        raise simulator.SimulatorError(f"an array with strides {data.strides} is not C-contiguous")
-    view = (data if data.ndim == 1 else data.reshape(-1))[i : i + count]
-    if view.ctypes.data % view.nbytes:
-        raise simulator.SimulatorError(
-            f"misaligned address: element {i} does not stand at a multiple of {view.nbytes} bytes "
-            "(shared arrays need alignment=16)"
-        )
-    return view
-
-
 # Loads and stores of several elements ---------------------------------------------------------------------------------
 
 
 @vector_load(2)
 def load2(array, i):
     """Two neighbouring elements, in one 8-byte load of 4-byte elements. (PTX ISA, ld: .v2)"""
-    return tuple(_elements(array, i, 2))
+    flat = array.flat_at(i, 2)
+    return flat[i], flat[i + 1]
 
 
 @vector_load(4)
 def load4(array, i):
     """Four neighbouring elements, in one 16-byte load of 4-byte elements. (PTX ISA, ld: .v4)"""
-    return tuple(_elements(array, i, 4))
+    flat = array.flat_at(i, 4)
+    return flat[i], flat[i + 1], flat[i + 2], flat[i + 3]
 
 
 @vector_store(2)
 def store2(array, i, a, b):
     """Two neighbouring elements, in one 8-byte store. (PTX ISA, st: .v2)"""
-    _elements(array, i, 2)[:] = (a, b)
+    flat = array.flat_at(i, 2)
+    flat[i], flat[i + 1] = a, b
 
 
 @vector_store(4)
 def store4(array, i, a, b, c, d):
     """Four neighbouring elements, in one 16-byte store. (PTX ISA, st: .v4)"""
-    _elements(array, i, 4)[:] = (a, b, c, d)
+    flat = array.flat_at(i, 4)
+    flat[i], flat[i + 1], flat[i + 2], flat[i + 3] = a, b, c, d
 
 
 @ptx("ld.global.cs.v4.f32 {$0, $1, $2, $3}, [$4];", returns=(float32,) * 4, takes=(GLOBAL,))
@@ -263,7 +252,7 @@ def load4_readonly(array, i):
 @ptx("red.global.add.v4.f32 [$0], {$1, $2, $3, $4};", takes=(GLOBAL, float32, float32, float32, float32))
 def atomic_add4(array, i, a, b, c, d):
     """Add to four neighbouring float32, each atomically; compute capability 9.0. (PTX ISA, red: .vec_32_bit)"""
-    _elements(array, i, 4)[:] += np.array([a, b, c, d], np.float32)
+    array.flat_at(i, 4)[i : i + 4] += np.array([a, b, c, d], np.float32)
 
 
 # Approximate mathematics ----------------------------------------------------------------------------------------------
@@ -362,29 +351,35 @@ def mma_tf32(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1):
     lanes = _whole_warp("mma_tf32", (c0, c1, c2, c3, a0, a1, a2, a3, b0, b1))
     if "d" not in lanes:  # the first lane to come here computes for all
         lanes["d"] = _mma(np.array([lanes[lane] for lane in range(32)], np.float32))
-    return tuple(lanes["d"][simulator.laneid])
+    d, lane = lanes["d"], simulator.laneid
+    return d[lane, 0], d[lane, 1], d[lane, 2], d[lane, 3]
 
 
 def _mma(values: np.ndarray) -> np.ndarray:
     """values (32, 10): what the lanes bring; returns (32, 4): what they get."""
-    g, t = np.divmod(np.arange(32), 4)
-    c0, c1, c2, c3, a0, a1, a2, a3, b0, b1 = values.T
-    a, b, c = np.empty((16, 8)), np.empty((8, 8)), np.empty((16, 8))
-    c[g, 2 * t], c[g, 2 * t + 1], c[g + 8, 2 * t], c[g + 8, 2 * t + 1] = c0, c1, c2, c3
-    a[g, t], a[g + 8, t], a[g, t + 4], a[g + 8, t + 4] = map(_cut_to_tf32, (a0, a1, a2, a3))
-    b[t, g], b[t + 4, g] = map(_cut_to_tf32, (b0, b1))
-    d = (a @ b + c).astype(np.float32)
-    return np.stack([d[g, 2 * t], d[g, 2 * t + 1], d[g + 8, 2 * t], d[g + 8, 2 * t + 1]], 1)
+    (of_a, of_b, of_c), of_d = _fragments()
+    c = values[of_c]
+    values = (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+    return (values[of_a] @ values[of_b] + c).astype(np.float32)[of_d]
 
 
-def _cut_to_tf32(x: np.ndarray) -> np.ndarray:
-    return (x.copy().view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+@functools.cache
+def _fragments():
+    """For each element of a, b and c who holds it, (lane, which of its arguments); for each lane its elements of d."""
+    row, k = np.indices((16, 8))
+    a = 4 * (row % 8) + k % 4, 4 + row // 8 + 2 * (k // 4)
+    k, column = np.indices((8, 8))
+    b = 4 * column + k % 4, 8 + k // 4
+    row, column = np.indices((16, 8))
+    c = 4 * (row % 8) + column // 2, 2 * (row // 8) + column % 2
+    lane, i = np.indices((32, 4))
+    return (a, b, c), (lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2)
 
 
 def _whole_warp(name: str, value) -> dict:
     """What all 32 lanes of the warp bring, {lane: value}."""
     lanes = simulator.exchange(name, 0xFFFFFFFF, value)
-    if sum(lane in lanes for lane in range(32)) < 32:
+    if len(lanes) < 32:
         raise simulator.SimulatorError(f"{name} needs all 32 lanes of a warp, some have exited or never were")
     return lanes
 
@@ -414,9 +409,18 @@ def ldmatrix_x2(array, i):
 
 
 def _ldmatrix(name, array, i, count):
-    lanes = _whole_warp(name, (array, i))
+    row = _flat_shared(name, array, i, 4) if simulator.laneid < 8 * count else None
+    lanes = _whole_warp(name, (row, i))
     r, k = divmod(simulator.laneid, 4)
-    return tuple(_elements(*lanes[8 * m + r], 4)[k] for m in range(count))
+    rows = [lanes[8 * m + r] for m in range(count)]
+    return tuple([flat[i + k] for flat, i in rows])
+
+
+def _flat_shared(name, array, i, count):
+    flat = array.flat_at(i, count)
+    if not simulator.is_shared(array):
+        raise simulator.SimulatorError(f"{name} takes an array in shared memory first")
+    return flat
 
 
 # Copies from global to shared memory that run on their own ------------------------------------------------------------
@@ -453,15 +457,16 @@ def cp_async4_zfill(shared, i, source, j, valid):
 
 
 def _start_copy(shared, i, source, j, count, valid=True):
-    target = _elements(shared, i, count)
-    if not simulator.is_shared(target):
-        raise simulator.SimulatorError("cp_async copies to shared memory: its first array is not shared")
-    _copies()[-1].append((target, _elements(source, j, count) if valid else 0))
+    target = _flat_shared("cp_async", shared, i, count)[i : i + count]
+    _copies()[-1].append((target, source.flat_at(j, count)[j : j + count] if valid else 0))
 
 
 def _copies() -> list:
     """A thread's groups of copies that have not arrived, the last one still open."""
-    return simulator.block_state().setdefault(("copies", simulator.running()), [[]])
+    state, thread = simulator.block_state(), simulator.running()
+    if thread not in state:
+        state[thread] = [[]]
+    return state[thread]
 
 
 @ptx("cp.async.commit_group;")

@@ -50,10 +50,11 @@ class Array:
     It holds a NumPy array rather than being one: Python calls `__getitem__` of a subclass of ndarray half as fast.
     """
 
-    __slots__ = ("data", "ndim", "shape", "size")
+    __slots__ = ("data", "flat", "ndim", "shape", "size")
 
     def __init__(self, data: np.ndarray):
         self.data, self.ndim, self.shape, self.size = data, data.ndim, data.shape, data.size
+        self.flat = None
 
     def __getitem__(self, index):
         if index.__class__ is int:
@@ -80,6 +81,22 @@ class Array:
         value = getattr(self.data, name)
         return (lambda *args, **options: checked(value(*args, **options))) if callable(value) else checked(value)
 
+    def flat_at(self, i: int, count: int) -> np.ndarray:
+        """The elements counted flat, of which `count` from the i-th on must be there, and aligned to their common size."""
+        if self.flat is None:  # elements, address, size of one in bytes
+            if not self.data.flags.c_contiguous:
+                raise SimulatorError(f"an array with strides {self.data.strides} is not C-contiguous")
+            self.flat = self.data.reshape(-1), self.data.ctypes.data, self.data.itemsize
+        flat, address, size = self.flat
+        if i < 0 or i + count > self.size:
+            raise IndexError(f"elements {i} to {i + count - 1} are out of bounds for the {self.size}")
+        if (address + i * size) % (count * size):
+            raise SimulatorError(
+                f"misaligned address: element {i} does not stand at a multiple of {count * size} bytes "
+                "(shared arrays need alignment=16)"
+            )
+        return flat
+
 
 class IntArray(Array):
     """Integers load as Python's, which do not overflow, and wrap round when they are stored, as in C."""
@@ -103,13 +120,53 @@ class IntArray(Array):
 
 
 def _check(index):
-    for i in index if index.__class__ is tuple else (index,):
-        if i.__class__ is not slice and i is not Ellipsis and i < 0:
-            _refuse(i)
+    try:
+        for i in index:
+            if i < 0:
+                _refuse(i)
+    except TypeError:  # a single NumPy integer, or slices
+        for i in index if index.__class__ is tuple else (index,):
+            if i.__class__ is not slice and i is not Ellipsis and i < 0:
+                _refuse(i)
 
 
 def _refuse(index):
     raise IndexError(f"index {index} is negative")
+
+
+class LocalArray(dict):
+    """A thread's own array, {index: value}: the innermost loops read these, and Python reads nothing faster than a dict.
+    An index that is not there comes to `__missing__`."""
+
+    __slots__ = ("cast", "kind", "like")
+
+    def __init__(self, like: np.ndarray, values: dict):
+        dict.__init__(self, values)
+        self.like = like
+        self.kind, self.cast = _CASTS.get(like.dtype.name, (None, like.dtype.type))
+
+    def __missing__(self, index):
+        if isinstance(index, int) and 0 <= index < self.like.shape[0]:
+            raise IndexError(f"index {index}: a local array of {self.like.ndim} dimensions takes as many indices")
+        raise IndexError(f"index {index} is out of bounds for a local array of shape {self.like.shape}")
+
+    def __setitem__(self, index, value, put=dict.__setitem__):
+        if index not in self:
+            self.__missing__(index)
+        put(self, index, value if value.__class__ is self.kind else self.cast(value))
+
+    def __len__(self):
+        return self.like.shape[0]
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def __getattr__(self, name):
+        """shape, size, ndim, dtype."""
+        return getattr(self.like, name)
+
+    def flat_at(self, i, count):
+        raise SimulatorError("a local array has no address: it lives in registers")
 
 
 def checked(value):
@@ -152,24 +209,30 @@ def _shared_array(shape, dtype, alignment=None):
     if place not in arrays:
         if shape == (0,):
             size = _launch.dynamic_bytes // _dtype(dtype).itemsize * _dtype(dtype).itemsize
-            arrays[place] = checked(_launch.dynamic[:size].view(_dtype(dtype)))
+            array = _launch.dynamic[:size].view(_dtype(dtype))
         else:
-            arrays[place] = checked(_poisoned(shape, dtype, alignment))
-            _launch.static_bytes += arrays[place].nbytes
+            array = _poisoned(shape, dtype, alignment)
+            _launch.static_bytes += array.nbytes
             if _launch.static_bytes > STATIC_SHARED_LIMIT:
                 raise SimulatorError(
                     f"{_launch.static_bytes} bytes of static shared memory, a block gets {STATIC_SHARED_LIMIT}"
                 )
+        arrays[place] = checked(array)
+        _launch.shared_ranges.append((array.ctypes.data, array.ctypes.data + array.nbytes))
     return arrays[place]
 
 
 def _local_array(shape, dtype, alignment=None):
-    return checked(_template(_shape(shape), dtype).copy())
+    return LocalArray(*_template(_shape(shape), dtype))
 
 
 @functools.cache
-def _template(shape, dtype) -> np.ndarray:
-    return _poisoned(shape, dtype, None)
+def _template(shape, dtype) -> tuple:
+    """A local array before anybody wrote: of poison, as NumPy's and as {index: value}."""
+    like = _poisoned(shape, dtype, None)
+    array = checked(like)
+    indices = range(shape[0]) if len(shape) == 1 else itertools.product(*map(range, shape))
+    return like, {index: array[index] for index in indices}
 
 
 def _constant_array(array):
@@ -219,6 +282,10 @@ def uint64(x=0):
 
 for _type in (float32, float64, int32, uint32, int64, uint64):
     _type.dtype = np.dtype(_type.__name__)
+
+# dtype -> the class whose values a local array may keep as they are, and what makes such a value of another
+_CASTS = {"float32": (np.float32, float32), "float64": (float, float64)}
+_CASTS |= {_type.__name__: (None, _type) for _type in (int32, uint32, int64, uint64)}
 
 
 # Threads, and who runs next -------------------------------------------------------------------------------------------
@@ -270,8 +337,8 @@ class Launch:
             self.threads.append(thread)
 
     def run_block(self):
-        self.shared, self.static_bytes = {}, 0
-        self.dynamic = _poisoned((self.dynamic_bytes,), np.uint8, 16)
+        self.shared, self.shared_ranges, self.static_bytes = {}, [], 0
+        self.dynamic = _poisoned((self.dynamic_bytes,), np.uint8, 16) if self.dynamic_bytes else np.empty(0, np.uint8)
         self.state = {}  # what intrinsics keep for the block
         self.barriers = {}  # barrier -> {thread: value} of the threads that have arrived
         self.ready = deque()  # threads that have what they waited for
@@ -330,8 +397,10 @@ class Launch:
             if thread.waits[0] == "warp":
                 _, operation, mask = thread.waits
                 arrived = thread.warp.waiting[operation, mask]
-                missing = next(t for t in thread.warp.threads if mask >> t.lane & 1 and t.lane not in arrived)
-                if missing.waits[:2] == ("warp", operation) and self.is_live(missing):
+                missing = next(
+                    t for t in live if t.warp is thread.warp and mask >> t.lane & 1 and t.lane not in arrived
+                )
+                if missing.waits[:2] == ("warp", operation):
                     what = f"lanes of a warp name different masks: {mask:#x} here, {missing.waits[2]:#x} in lane"
                     return thread, SimulatorError(f"{operation}: {what} {missing.lane} ({self.place(missing)})")
                 return thread, SimulatorError(
@@ -374,7 +443,7 @@ class Launch:
                 place, theirs = f"{_short(frame.f_code.co_filename)}:{trace.tb_lineno}", frame.f_locals
             elif isinstance(error, IndexError):
                 array = frame.f_locals.get("self", frame.f_locals.get("array"))
-                if isinstance(array, Array):
+                if isinstance(array, (Array, LocalArray)):
                     of = next((f" of {name}" for name, value in theirs.items() if value is array), of)
             trace = trace.tb_next
         kind = "" if isinstance(error, SimulatorError) else f"{type(error).__name__}: "
@@ -409,24 +478,33 @@ def _become(thread):
 
 def _wait(thread, kind, operation, number):
     """Let others run until one of them puts this thread among the ready."""
+    global _running, laneid
     thread.waits = (kind, operation, number)
-    (_launch.ready.popleft().greenlet if _launch.ready else _launch.hub).switch()
-    _become(thread)
+    ready = _launch.ready
+    (ready.popleft().greenlet if ready else _launch.hub).switch()
+    _running, laneid = thread, thread.lane  # _become(thread), without a call
+    threadIdx.x, threadIdx.y, threadIdx.z = thread.x, thread.y, thread.z
 
 
 def exchange(operation: str, mask: int, value) -> dict:
     """What every warp collective is built of: wait for all lanes of the mask that have not exited, and give each the
     others' values, {lane: value}. They meet who name the same operation and the same mask, wherever in the source."""
-    thread = _running
+    thread, lane = _running, laneid
     mask &= FULL_MASK
-    if not mask >> thread.lane & 1:
-        raise SimulatorError(f"{operation}: lane {thread.lane} calls it, but its mask {mask:#x} leaves that lane out")
+    if not mask >> lane & 1:
+        raise SimulatorError(f"{operation}: lane {lane} calls it, but its mask {mask:#x} leaves that lane out")
     warp = thread.warp
-    values = warp.waiting.setdefault((operation, mask), {})
-    values[thread.lane] = value
+    waiting = warp.waiting
+    key = operation, mask
+    if key in waiting:
+        values = waiting[key]
+    else:
+        values = waiting[key] = {}
+    values[lane] = value
     if len(values) == (mask & warp.live).bit_count():
-        del warp.waiting[operation, mask]
-        _launch.ready.extend([warp.threads[lane] for lane in values if lane != thread.lane])
+        del waiting[key]
+        threads = warp.threads
+        _launch.ready.extend([threads[other] for other in values if other != lane])
     else:
         _wait(thread, "warp", operation, mask)
     return values
@@ -434,11 +512,15 @@ def exchange(operation: str, mask: int, value) -> dict:
 
 def barrier(name: str, count: int, value=None) -> dict:
     """Wait until `count` threads of the block have come to the barrier of this name: {thread: value}."""
-    thread = _running
-    arrived = _launch.barriers.setdefault((name, count), {})
+    thread, barriers = _running, _launch.barriers
+    key = name, count
+    if key in barriers:
+        arrived = barriers[key]
+    else:
+        arrived = barriers[key] = {}
     arrived[thread] = value
     if len(arrived) == count:
-        del _launch.barriers[name, count]
+        del barriers[key]
         _launch.ready.extend([other for other in arrived if other is not thread])
     else:
         _wait(thread, "barrier", name, count)
@@ -454,8 +536,10 @@ def block_state() -> dict:
     return _launch.state
 
 
-def is_shared(array) -> bool:
-    return any(np.may_share_memory(array, one.data) for one in _launch.shared.values())
+def is_shared(array: Array) -> bool:
+    """Whether an array, on which flat_at was called, lies in the shared memory of the block."""
+    address = array.flat[1]
+    return any(start <= address < end for start, end in _launch.shared_ranges)
 
 
 # Launching ------------------------------------------------------------------------------------------------------------

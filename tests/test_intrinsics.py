@@ -446,6 +446,17 @@ def copy_of_nothing_kernel(out, inp):
 
 
 @cuda.jit
+def ldmatrix_of_global_kernel(out):
+    ldmatrix_x4(out, 4 * cuda.laneid)
+
+
+@cuda.jit
+def local_quads_kernel(out):
+    mine = cuda.local.array(4, float32)
+    store4(out, 0, *load4(mine, 0))
+
+
+@cuda.jit
 def bar_sync_kernel(out, name, count):
     bar_sync(name, count)
 
@@ -459,7 +470,9 @@ def bar_sync_kernel(out, name, count):
         ("elements 8 to 11 are out of bounds for the 8 of out ", unaligned_kernel, 1, (values(8), 8)),
         ("elements -4 to -1 are out of bounds", unaligned_kernel, 1, (values(8), -4)),
         ("elements 8 to 11 .*thread .0, 0, 0.", copy_of_nothing_kernel, 1, (values(8), values(8))),
-        ("its first array is not shared", copy_to_global_kernel, 1, (values(8), values(8))),
+        ("cp_async takes an array in shared memory first", copy_to_global_kernel, 1, (values(8), values(8))),
+        ("ldmatrix_x4 takes an array in shared memory first", ldmatrix_of_global_kernel, 32, (values(32, 4),)),
+        ("a local array has no address", local_quads_kernel, 1, (values(8),)),
         ("mma_tf32 needs all 32 lanes of a warp", mma_kernel, 24, [values(16, 8)] * 4),
         ("bar_sync.0, 32.: a number of 1 to 15", bar_sync_kernel, 32, (values(8), 0, 32)),
         ("bar_sync.1, 33.: .*whole warps", bar_sync_kernel, 32, (values(8), 1, 33)),
