@@ -12,12 +12,12 @@ HERE = Path(__file__).parent
 
 
 def _cache_folder() -> Path:
-    """Numba's cache looks at a kernel's own file only. What all kernels share is hashed into the folder's name, so that
-    an edit of it compiles everything anew."""
+    """Numba's cache looks at a kernel's own file only. What kernels share, in this folder or in a layer's, is hashed into
+    the folder's name, so that an edit of it compiles everything anew."""
     shared = hashlib.sha256()
-    for name in ("device.py", "intrinsics.py", "reduce.py"):
-        if (HERE / name).exists():
-            shared.update((HERE / name).read_bytes())
+    of_layers = [file for file in HERE.glob("*/*.py") if file.stem not in ("__init__", "forward", "backward", "run")]
+    for file in [HERE / "device.py", HERE / "intrinsics.py", HERE / "reduce.py", *sorted(of_layers)]:
+        shared.update(file.read_bytes())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "llm.numba" / shared.hexdigest()[:12]
 

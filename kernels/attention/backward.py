@@ -21,16 +21,42 @@ import numpy as np
 
 import cpu_reference
 from kernels.attention import tiles_fp32 as fp32
-from kernels.attention.forward import LOG2E, split_qkv
+from kernels.attention.forward import LARGE, LOG2E, ODD, split_qkv
 from kernels.attention.matmul import TILE, batched_matmul, join_heads, split_heads
 from kernels.attention.tiles import (
-    THREADS, add_columns_product, add_rows_product, add_rows_product_kept, clear, head_size, keep_rows, load_rows,
-    mask_above, mask_below, mma, quad_sum, round_staged, round_tf32, stage, store_rows, swizzle,
-)  # fmt: skip
+    THREADS,
+    add_columns_product,
+    add_rows_product,
+    add_rows_product_kept,
+    clear,
+    head_size,
+    keep_rows,
+    load_rows,
+    mask_above,
+    mask_below,
+    mma,
+    quad_sum,
+    round_staged,
+    round_tf32,
+    stage,
+    store_rows,
+    swizzle,
+)
 from kernels.device import (
-    atomic_add4, big_shared, ceil_div, cp_async16, cp_async_commit, cp_async_wait, cuda, exp2_approx, float32, load2, load4,
-    scratch, store2,
-)  # fmt: skip
+    atomic_add4,
+    big_shared,
+    ceil_div,
+    cp_async16,
+    cp_async_commit,
+    cp_async_wait,
+    cuda,
+    exp2_approx,
+    float32,
+    load2,
+    load4,
+    scratch,
+    store2,
+)
 from kernels.op import Op
 from kernels.reduce import warp_sum, warp_sum2
 
@@ -52,7 +78,8 @@ attention_backward = Op(
     flops=lambda B, T, NH, hs: 5 * B * NH * T * (T + 1) * hs,
     shape={"B": 4, "T": 1024, "NH": 12, "hs": 64},
     small={"B": 1, "T": 18, "NH": 2, "hs": 16},
-    odd=[{"B": 2, "T": T, "NH": 3, "hs": hs} for T, hs in ((1, 64), (47, 64), (33, 16), (65, 32), (100, 80), (7, 96), (130, 128))],
+    odd=ODD,
+    large=LARGE,
 )
 
 SEES_NOTHING = float32(1e30)  # a log-sum-exp so large that every probability of the row is zero
@@ -545,8 +572,8 @@ def flash_tf32_atomics(hs):
             add_columns_product(dk, dp, smem, now, HS)
             for n in range(4):
                 for r in range(2):
-                    key = 16 * warp + 8 * r + g
-                    store2(smem, DS + key * 32 + 4 * ((2 * n + (t >> 1)) ^ swizzle(g)) + 2 * (t & 1), dp[0, n, 2 * r], dp[0, n, 2 * r + 1])
+                    at = DS + (16 * warp + 8 * r + g) * 32 + 4 * ((2 * n + (t >> 1)) ^ swizzle(g)) + 2 * (t & 1)
+                    store2(smem, at, dp[0, n, 2 * r], dp[0, n, 2 * r + 1])
             cuda.syncthreads()
             for part in range(warp, HS // 16, 4):
                 add_dq(dqkv, first + query0 * 3 * C, T - query0, smem, KEY, DS, HS, hs, part >> 1, part & 1, SCALE)

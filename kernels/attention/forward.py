@@ -21,12 +21,30 @@ import cpu_reference
 from kernels.attention import tiles_fp32 as fp32
 from kernels.attention.matmul import TILE, batched_matmul, join_heads, split_heads
 from kernels.attention.tiles import (
-    MASKED, THREADS, add_columns_product, add_rows_product, clear, head_size, load_rows, mask_above, quad_max, quad_sum,
-    round_staged, round_tf32, stage, store_rows,
-)  # fmt: skip
+    MASKED,
+    THREADS,
+    add_columns_product,
+    add_rows_product,
+    clear,
+    head_size,
+    load_rows,
+    mask_above,
+    quad_max,
+    quad_sum,
+    round_staged,
+    round_tf32,
+    stage,
+    store_rows,
+)
 from kernels.device import big_shared, ceil_div, cp_async_commit, cp_async_wait, cuda, exp2_approx, float32, scratch
 from kernels.op import Op
 from kernels.reduce import warp_max, warp_sum
+
+ODD = [  # one query; head sizes that pad to 32 and 96; more rows than a tile of 64
+    {"B": B, "T": T, "NH": NH, "hs": hs}
+    for B, T, NH, hs in ((2, 1, 1, 64), (1, 3, 2, 80), (1, 9, 1, 32), (1, 5, 1, 96), (1, 2, 1, 128), (1, 66, 1, 16))
+]
+LARGE = [{"B": 1, "T": 4096, "NH": 12, "hs": 64}]
 
 attention_forward = Op(
     reference=cpu_reference.attention_forward,
@@ -36,7 +54,8 @@ attention_forward = Op(
     flops=lambda B, T, NH, hs: 2 * B * NH * T * (T + 1) * hs,
     shape={"B": 4, "T": 1024, "NH": 12, "hs": 64},
     small={"B": 1, "T": 18, "NH": 2, "hs": 16},
-    odd=[{"B": 2, "T": T, "NH": 3, "hs": hs} for T, hs in ((1, 64), (47, 64), (33, 16), (65, 32), (100, 80), (7, 96), (130, 128))],
+    odd=ODD,
+    large=LARGE,
 )
 
 LOG2E, LN2 = math.log2(math.e), float32(math.log(2))

@@ -5,6 +5,7 @@ import functools
 from kernels.device import ceil_div, cuda, float32, load4
 
 TILE, DEPTH, THREADS = 64, 16, 256
+PITCH = TILE + 4  # floats from a row in shared memory to the next
 
 
 @functools.cache
@@ -20,10 +21,10 @@ def batched_matmul_kernel(trans_a, trans_b, triangle):
             return
         first = i0 if triangle == "above" else 0
         last = min(K, i0 + TILE) if triangle == "below" else K
-        rows = cuda.shared.array((DEPTH, TILE + 4), float32, alignment=16)
-        columns = cuda.shared.array((DEPTH, TILE + 4), float32, alignment=16)
+        rows = cuda.shared.array((DEPTH, PITCH), float32, alignment=16)
+        columns = cuda.shared.array((DEPTH, PITCH), float32, alignment=16)
         ty, tx = cuda.threadIdx.x >> 4, cuda.threadIdx.x & 15
-        sums = cuda.local.array((4, 4), float32)
+        sums, x, y = cuda.local.array((4, 4), float32), cuda.local.array(4, float32), cuda.local.array(4, float32)
         for i in range(4):
             for j in range(4):
                 sums[i, j] = float32(0)
@@ -31,21 +32,20 @@ def batched_matmul_kernel(trans_a, trans_b, triangle):
         for k0 in range(first, last, DEPTH):
             for n in range(TILE * DEPTH // THREADS):
                 e = cuda.threadIdx.x + n * THREADS  # neighbouring threads load neighbours in memory
-                k, i = (e // TILE, e % TILE) if trans_a else (e % DEPTH, e // DEPTH)
+                k, i = (e >> 6, e & 63) if trans_a else (e & 15, e >> 4)
                 inside = k0 + k < last and i0 + i < I
                 rows[k, i] = (a[z, k0 + k, i0 + i] if trans_a else a[z, i0 + i, k0 + k]) if inside else float32(0)
-                k, j = (e % DEPTH, e // DEPTH) if trans_b else (e // TILE, e % TILE)
+                k, j = (e & 15, e >> 4) if trans_b else (e >> 6, e & 63)
                 inside = k0 + k < last and j0 + j < J
                 columns[k, j] = (b[z, j0 + j, k0 + k] if trans_b else b[z, k0 + k, j0 + j]) if inside else float32(0)
             cuda.syncthreads()
-            for k in range(DEPTH if busy else 0):
-                x0, x1, x2, x3 = load4(rows, k * (TILE + 4) + 4 * ty)
-                y0, y1, y2, y3 = load4(columns, k * (TILE + 4) + 4 * tx)
-                for i, x in enumerate((x0, x1, x2, x3)):
-                    sums[i, 0] += x * y0
-                    sums[i, 1] += x * y1
-                    sums[i, 2] += x * y2
-                    sums[i, 3] += x * y3
+            if busy:
+                for k in range(DEPTH):
+                    x[0], x[1], x[2], x[3] = load4(rows, k * PITCH + 4 * ty)
+                    y[0], y[1], y[2], y[3] = load4(columns, k * PITCH + 4 * tx)
+                    for i in range(4):
+                        for j in range(4):
+                            sums[i, j] += x[i] * y[j]
             cuda.syncthreads()
         for i in range(4):
             for j in range(4):

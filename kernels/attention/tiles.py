@@ -164,7 +164,7 @@ def add_columns_product(acc, p, tile, base, HS):
 
 @cuda.jit(device=True, cache=True, forceinline=True)
 def load_rows(a, source, first, stride, row0, T, hs, factor):
-    """a (m, HS / 8, 4): the warp's rows from row0 on, times the factor, rounded, as add_rows_product wants them; zeros from T on."""
+    """a (m, HS / 8, 4): the warp's rows from row0 on, times the factor, rounded, for add_rows_product; zeros from T on."""
     lane = cuda.threadIdx.x & 31
     g, t = lane >> 2, lane & 3
     for m in range(a.shape[0]):

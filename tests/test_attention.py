@@ -1,0 +1,138 @@
+"""Attention where the registry's shapes do not look: scores far apart, rows that see one key, head sizes, many tiles."""
+
+import numpy as np
+import pytest
+
+import cpu_reference
+from kernels.attention.backward import attention_backward
+from kernels.attention.forward import attention_forward
+from kernels.attention.tiles import HEAD_SIZES
+from kernels.check import Problem, check, free_scratch, is_right, relative_error
+from kernels.device import TARGET, ShapeError, synchronize, to_device, to_host
+
+VERSIONS = [*attention_forward.versions.values(), *attention_backward.versions.values()]
+TINY = {"B": 1, "T": 5, "NH": 1, "hs": 16}
+
+each_version = pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.op.name}-{v.number}")
+simulated = pytest.mark.skipif(TARGET != "simulator", reason="run with LLM_NUMBA_TARGET=simulator")
+
+
+def skip_where_it_cannot_run(version):
+    if reason := version.why_not():
+        pytest.skip(f"{version.op.name} {version.number} {reason}")
+
+
+def run(version, arguments: dict) -> dict:
+    """The arguments after a call, back on the host."""
+    on_device = {name: to_device(a) if isinstance(a, np.ndarray) else a for name, a in arguments.items()}
+    version(*on_device.values())
+    synchronize()
+    return {name: to_host(a) if isinstance(arguments[name], np.ndarray) else a for name, a in on_device.items()}
+
+
+def with_scores_far_apart(op, shape: dict) -> Problem:
+    """Queries and keys ten times as large: scores a hundred times, so that most probabilities underflow."""
+    rng = np.random.default_rng(3)
+    arguments = op.make_arguments(rng, **shape)
+    C = shape["NH"] * shape["hs"]
+    arguments["qkv"][:, :, : 2 * C] *= 10
+    if op is attention_backward:  # what the forward makes of it
+        out, lse = np.empty(arguments["out"].shape), np.empty(arguments["lse"].shape)
+        cpu_reference.attention_forward(out, lse, arguments["qkv"].astype(np.float64), shape["NH"])
+        arguments["out"], arguments["lse"] = out.astype(np.float32), lse.astype(np.float32)
+    exact = {name: a.astype(np.float64) if isinstance(a, np.ndarray) else a for name, a in arguments.items()}
+    op.reference(*exact.values())
+    return Problem(op, shape, arguments, op.results(exact, shape))
+
+
+def check_scores_far_apart(version, shape: dict):
+    skip_where_it_cannot_run(version)
+    problem = with_scores_far_apart(version.op, shape)
+    results = run(version, problem.arguments)
+    for name, true in problem.truth.items():
+        assert np.isfinite(results[name]).all(), f"{name} is not finite"
+        # a score of 100 is known to 100 * 2^-11 in TF32, and to 100 * 2^-24 in float32: its probability no better
+        limit = 0.1 if version.precision == "tf32" else 1e-4
+        assert relative_error(results[name], true) < limit, name
+
+
+@simulated
+@each_version
+def test_scores_a_hundred_times_as_large_stay_finite(version):
+    check_scores_far_apart(version, TINY)
+
+
+@pytest.mark.gpu
+@each_version
+def test_scores_a_hundred_times_as_large_stay_finite_on_the_gpu(version):
+    check_scores_far_apart(version, {"B": 2, "T": 300, "NH": 2, "hs": 64})
+    free_scratch()
+
+
+def check_first_query(version, shape: dict):
+    """The first query sees one key: its out is that key's value, and no gradient reaches its q."""
+    skip_where_it_cannot_run(version)
+    arguments = version.op.make_arguments(np.random.default_rng(4), **shape)
+    C, NH, hs = shape["NH"] * shape["hs"], shape["NH"], shape["hs"]
+    results = run(version, arguments)
+    tolerance = version.tolerance
+    if version.op is attention_forward:
+        q, k, v = np.split(arguments["qkv"][:, 0].astype(np.float64), 3, axis=1)
+        np.testing.assert_allclose(results["out"][:, 0], v, rtol=tolerance)
+        scores = (q * k).reshape(-1, NH, hs).sum(-1) / np.sqrt(hs)
+        np.testing.assert_allclose(results["lse"][:, :, 0], scores, atol=10 * tolerance)
+    else:
+        rest = np.abs(results["dqkv"]).max()
+        assert np.abs(results["dqkv"][:, 0, :C]).max() <= 10 * tolerance * rest
+
+
+@simulated
+@each_version
+def test_the_first_query_sees_one_key(version):
+    check_first_query(version, TINY)
+
+
+@pytest.mark.gpu
+@each_version
+def test_the_first_query_sees_one_key_on_the_gpu(version):
+    check_first_query(version, {"B": 3, "T": 200, "NH": 2, "hs": 64})
+    free_scratch()
+
+
+@each_version
+def test_other_head_sizes_are_refused_in_a_sentence(version):
+    skip_where_it_cannot_run(version)
+    arguments = version.op.make_arguments(np.random.default_rng(5), B=1, T=2, NH=2, hs=24)
+    with pytest.raises(ShapeError, match="needs a head size among .*128.*, got 48 channels in 2 heads"):
+        run(version, arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hs", HEAD_SIZES)
+@each_version
+def test_every_head_size_is_right_over_many_tiles(version, hs):
+    skip_where_it_cannot_run(version)
+    errors = check(version, Problem.of(version.op, {"B": 2, "T": 333, "NH": 3, "hs": hs}, seed=6))
+    assert is_right(version, errors), errors
+    free_scratch()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [5, 7])
+def test_the_gradients_are_the_same_bits_again(number):
+    version = attention_backward.versions[number]
+    skip_where_it_cannot_run(version)
+    arguments = attention_backward.make_arguments(np.random.default_rng(7), B=4, T=1024, NH=4, hs=64)
+    first = run(version, arguments)["dqkv"]
+    assert all(np.array_equal(first, run(version, arguments)["dqkv"]) for _ in range(3))
+
+
+@simulated
+def test_an_unrounded_operand_would_show():
+    """The TF32 versions round; cutting the low bits off instead shrinks every number, which the check would not forgive."""
+    from kernels.attention import tiles
+
+    x = np.random.default_rng(8).uniform(1, 2, 10_000).astype(np.float32)
+    cut = lambda values: np.bitwise_and(values.view(np.uint32), np.uint32(0xFFFFE000)).view(np.float32)  # noqa: E731
+    rounded = cut(np.array([tiles.round_tf32(value) for value in x]))
+    assert abs(np.mean(rounded.astype(np.float64) - x)) < 1e-5 < 2e-4 < abs(np.mean(cut(x).astype(np.float64) - x))
