@@ -2,8 +2,8 @@
 
 These functions say what is right, and they are the engine of training on the CPU. Arguments stand outputs first, as
 everywhere in this project, and arrays are C-contiguous: N = B*T rows of C channels, tokens int32. A function
-computes in the precision of its arrays: float32 to train, float64 to have the truth. Long sums are kept in float64 in
-both. Results are the same bits from run to run: no sum depends on the number of threads.
+computes in the precision of its arrays: float32 to train, float64 to have the truth. Where a loop carries a sum, the sum
+is float64 in both. Results are the same bits from run to run: no loop's sum depends on the number of threads.
 
 Loops are Numba's (`njit`, rows or blocks of columns in parallel, the machine code cached on disk); the large matrix
 products go through numpy to BLAS, and `matmul_forward_loops` and its neighbours are the same products in plain loops.
@@ -54,7 +54,7 @@ def exp_overload(x):
     if x != types.float32:
         return lambda x: math.exp(x)
 
-    def exp_float32(x):  # x = k log(2) + r: e^x is 2^k, put together from its bits, times the series of e^r
+    def exp_float32(x):  # x = k log(2) + r: e^x is 2^k, put together from its bits, times the series of e^r; NaN has no k
         y = min(max(x, LOWEST), HIGHEST)
         k = np.floor(y * INVERSE_LOG2 + real32(0.5))
         r = y - k * LOG2_HIGH - k * LOG2_LOW
