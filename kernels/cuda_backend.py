@@ -8,19 +8,14 @@ and its copy from page-locked host memory is a node of the graph too.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import prod
 
 import numpy as np
 
-from kernels.device import TARGET, cuda, free_scratch, zero
+from kernels.device import TARGET, allocate, cuda, free_scratch, zero
 from kernels.op import Picked
 from kernels.pick import picks_for_this_card
 from kernels.unfused import Unfused
 from model import Staged
-
-
-class OutOfMemory(Exception):
-    """One line: how much was asked, how much is free, what to lower."""
 
 
 class CudaBackend:
@@ -33,7 +28,7 @@ class CudaBackend:
         from cuda.core import Device
 
         if TARGET != "gpu":
-            raise OutOfMemory("no CUDA GPU was found: use --device cpu")
+            raise RuntimeError("no CUDA GPU was found: use --device cpu")
         device = Device(cuda.get_current_device().id)
         device.set_current()
         self.core_stream = device.create_stream()
@@ -47,13 +42,7 @@ class CudaBackend:
         self.ops = picked if fused else Unfused(picked)
 
     def empty(self, shape, dtype, what: str):
-        asked = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
-        free = cuda.current_context().get_memory_info().free
-        if asked > free:
-            raise OutOfMemory(
-                f"out of GPU memory: {what} need {asked >> 20:,} MiB, {free >> 20:,} MiB are free: lower -b or -t"
-            )
-        return cuda.device_array(shape, dtype)
+        return allocate(shape, dtype, what)
 
     def staged(self, shape, dtype) -> Staged:
         host = cuda.pinned_array(shape, dtype)

@@ -4,6 +4,8 @@ On a GPU `cuda` is numba.cuda. Without one it is kernels.simulator, which runs t
 warps and all. Its successor (numba-cuda-mlir) would be one changed import.
 """
 
+import math
+
 import numpy as np
 
 from kernels.target import SIMULATE, TARGET
@@ -21,9 +23,9 @@ else:
 from kernels.intrinsics import *  # noqa: E402, F403  (after cuda is known)
 
 __all__ = [
-    "FULL_MASK", "SIMULATE", "TARGET", "WARP", "ShapeError", "big_shared", "ceil_div", "compute_capability", "cuda",
-    "float32", "float64", "int32", "int64", "multiprocessors", "need", "scratch", "shared_limit", "synchronize",
-    "to_device", "to_host", "uint32", "uint64", "zero",
+    "FULL_MASK", "SIMULATE", "TARGET", "WARP", "OutOfMemory", "ShapeError", "allocate", "big_shared", "ceil_div",
+    "compute_capability", "cuda", "float32", "float64", "int32", "int64", "multiprocessors", "need", "scratch",
+    "shared_limit", "synchronize", "to_device", "to_host", "uint32", "uint64", "zero",
 ]  # fmt: skip
 
 WARP = 32
@@ -59,6 +61,24 @@ def synchronize() -> None:
         cuda.synchronize()
 
 
+class OutOfMemory(MemoryError):
+    """One line: how much was asked, how much is free, what to lower."""
+
+
+def allocate(shape, dtype=np.float32, what: str = "an array"):
+    """An uninitialised device array. Raises OutOfMemory, which names what it was for."""
+    if TARGET != "gpu":
+        array = np.empty(shape, dtype)
+        array.view(np.uint8).fill(0xFF)  # NaN: what reads it before it is written shows
+        return array
+    asked = math.prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
+    free = cuda.current_context().get_memory_info().free
+    if asked > free:
+        needs = f"{what}: {asked >> 20:,} MiB asked, {free >> 20:,} MiB free"
+        raise OutOfMemory(f"out of GPU memory for {needs}: lower the batch size (-b) or the sequence length (-t)")
+    return cuda.device_array(shape, dtype)
+
+
 _scratch: dict = {}
 
 
@@ -68,7 +88,7 @@ def scratch(name: str, shape, dtype=np.float32):
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     key = (name, shape, np.dtype(dtype))
     if key not in _scratch:
-        _scratch[key] = cuda.device_array(shape, dtype) if TARGET == "gpu" else np.empty(shape, dtype)
+        _scratch[key] = allocate(shape, dtype, f"the scratch of {name}")
     return _scratch[key]
 
 

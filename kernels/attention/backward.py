@@ -21,7 +21,7 @@ import numpy as np
 
 import cpu_reference
 from kernels.attention import tiles_fp32 as fp32
-from kernels.attention.forward import LARGE, LOG2E, ODD, split_qkv
+from kernels.attention.forward import LARGE, LOG2E, ODD, sizes_of, split_qkv
 from kernels.attention.matmul import TILE, batched_matmul, join_heads, split_heads
 from kernels.attention.tiles import (
     THREADS,
@@ -76,6 +76,7 @@ attention_backward = Op(
     outputs=lambda B, T, NH, hs: {"dqkv": (B, T, 3 * NH * hs)},
     bytes_moved=lambda B, T, NH, hs: 4 * B * T * NH * (8 * hs + 1),
     flops=lambda B, T, NH, hs: 5 * B * NH * T * (T + 1) * hs,
+    sizes=sizes_of,
     shape={"B": 4, "T": 1024, "NH": 12, "hs": 64},
     small={"B": 1, "T": 18, "NH": 2, "hs": 16},
     odd=ODD,

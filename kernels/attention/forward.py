@@ -46,12 +46,19 @@ ODD = [  # one query; head sizes that pad to 32 and 96; more rows than a tile of
 ]
 LARGE = [{"B": 1, "T": 4096, "NH": 12, "hs": 64}]
 
+def sizes_of(arguments: dict) -> dict:
+    """The shape that the arguments have, forward or backward."""
+    (B, T, C), NH = arguments["out"].shape, arguments["NH"]
+    return {"B": B, "T": T, "NH": NH, "hs": C // NH}
+
+
 attention_forward = Op(
     reference=cpu_reference.attention_forward,
     inputs=lambda rng, B, T, NH, hs: {"qkv": rng.standard_normal((B, T, 3 * NH * hs), dtype=np.float32), "NH": NH},
     outputs=lambda B, T, NH, hs: {"out": (B, T, NH * hs), "lse": (B, NH, T)},
     bytes_moved=lambda B, T, NH, hs: 4 * B * T * NH * (4 * hs + 1),
     flops=lambda B, T, NH, hs: 2 * B * NH * T * (T + 1) * hs,
+    sizes=sizes_of,
     shape={"B": 4, "T": 1024, "NH": 12, "hs": 64},
     small={"B": 1, "T": 18, "NH": 2, "hs": 16},
     odd=ODD,
