@@ -1,0 +1,397 @@
+"""Triangular matmul: preatt = q k^T / sqrt(hs) in each of NH heads, on the diagonal and left of it: all that causal
+attention wants to know. q and k lie in qkv (B,T,3C), a head's row hs floats, the next row 3C floats on.
+
+version 0: cuBLASLt, a strided batch of NH heads for each b; it knows no triangle and computes twice as much
+version 1: a thread an element; every multiply-add waits for two loads
+version 2: a thread 8 x 8 elements in registers: 64 multiply-adds for 16 loads; blocks right of the diagonal are skipped
+version 3: the block's rows of q and k come to shared memory once, in whole lines, and are read there by everybody
+version 4: 16 bytes a read, no two of them in one bank; copies that run while others multiply; 16 bytes a store
+version 5: the same around the tensor cores, in TF32
+"""
+
+import functools
+import math
+
+import numpy as np
+
+import cpu_reference
+from kernels import cublas
+from kernels.device import (
+    FULL_MASK,
+    big_shared,
+    ceil_div,
+    cp_async_commit,
+    cp_async_wait,
+    cuda,
+    float32,
+    int32,
+    int64,
+    load4,
+    need,
+    store4_streaming,
+)  # fmt: skip
+from kernels.matmul import engine
+from kernels.op import Op
+
+trimat_forward = Op(
+    reference=cpu_reference.trimat_forward,
+    inputs=lambda rng, B, T, NH, hs: {"qkv": rng.standard_normal((B, T, 3 * NH * hs), dtype=np.float32), "NH": NH},
+    outputs=lambda B, T, NH, hs: {"preatt": (B, NH, T, T)},
+    bytes_moved=lambda B, T, NH, hs: 4 * B * NH * (2 * T * hs + T * (T + 1) // 2),
+    flops=lambda B, T, NH, hs: B * NH * T * (T + 1) * hs,
+    sizes=lambda given: {
+        "B": len(given["qkv"]), "T": given["qkv"].shape[1], "NH": given["NH"], "hs": given["qkv"].shape[2] // 3 // given["NH"]
+    },
+    shape={"B": 8, "T": 1024, "NH": 12, "hs": 64},
+    small={"B": 1, "T": 20, "NH": 2, "hs": 16},
+    odd=[  # one row; rows that are not whole 16 bytes; two and three tiles, and the last channels of a step missing
+        {"B": B, "T": T, "NH": NH, "hs": hs}
+        for B, T, NH, hs in ((2, 1, 1, 64), (1, 9, 3, 4), (2, 6, 1, 3), (1, 130, 1, 8), (1, 260, 1, 4), (1, 5, 2, 100))
+    ],
+    trainer_shapes=[{"B": 4, "T": 1024, "NH": 12, "hs": 64}],
+    compared={"preatt": np.tril},
+)  # fmt: skip
+
+TILE = 128  # rows and columns of preatt a block
+
+
+def sizes(preatt, qkv, NH) -> tuple[int, int, int]:
+    """Heads in all, T, and the channels of a head; ShapeError if those cannot be."""
+    B, T, channels = qkv.shape
+    need(channels % (3 * NH) == 0, f"needs 3 * NH * hs channels, got {channels} for NH = {NH}")
+    return B * NH, T, channels // 3 // NH
+
+
+# Version 0 ------------------------------------------------------------------------------------------------------------
+
+
+@trimat_forward.version(0, "cuBLASLt, a batch of NH heads for each b; the whole square", precision="either", needs=cublas.missing)
+def trimat_forward0(preatt, qkv, NH, *, tf32=True, stream=0):
+    """preatt (B,NH,T,T), also written right of the diagonal; qkv (B,T,3C): float32, on the device; C a multiple of NH.
+
+    The heads of one b are hs floats apart throughout, in different b they are not: hence B products."""
+    Z, T, hs = sizes(preatt, qkv, NH)
+    C, start = NH * hs, cublas.address(qkv)
+    scale = np.full(1, 1 / math.sqrt(hs), np.float32)
+    for b in range(Z // NH):
+        q = cublas.Matrix(start + 4 * b * T * 3 * C, T, hs, 3 * C, NH, hs)
+        k = cublas.Matrix(q.pointer + 4 * C, T, hs, 3 * C, NH, hs)
+        d = cublas.Matrix(cublas.address(preatt) + 4 * b * NH * T * T, T, T, T, NH, T * T)
+        cublas.product(d, q, k, trans_b=True, alpha=scale, tf32=tf32, stream=stream)
+
+
+# Version 1 ------------------------------------------------------------------------------------------------------------
+
+
+@cuda.jit(cache=True, fastmath=True)
+def trimat_forward_kernel1(preatt, qkv, NH, scale):
+    """preatt (B*NH,T,T)."""
+    i = cuda.grid(1)
+    T = preatt.shape[1]
+    if i < preatt.size:
+        z, row, column = i // (T * T), i // T % T, i % T
+        C = qkv.shape[2] // 3
+        hs = C // NH
+        if column <= row:
+            total = float32(0)
+            for c in range(z % NH * hs, (z % NH + 1) * hs):
+                total += qkv[z // NH, row, c] * qkv[z // NH, column, C + c]
+            preatt[z, row, column] = total * scale
+
+
+@trimat_forward.version(1, "a thread an element")
+def trimat_forward1(preatt, qkv, NH, *, block_size=256, stream=0):
+    """preatt (B,NH,T,T), not written right of the diagonal; qkv (B,T,3C): float32, on the device; C a multiple of NH."""
+    Z, T, hs = sizes(preatt, qkv, NH)
+    scale = float32(1 / math.sqrt(hs))
+    grid = ceil_div(preatt.size, block_size)
+    trimat_forward_kernel1[grid, block_size, stream](preatt.reshape(Z, T, T), qkv, NH, scale)
+
+
+# Version 2 ------------------------------------------------------------------------------------------------------------
+
+
+@cuda.jit(device=True, cache=True)
+def place_of(block, T):
+    """A block's head and the first row and column of its tile. The triangle of n (n + 1) / 2 tiles of a head is folded into
+    a rectangle: line y of it holds row y of tiles, then row n - 1 - y. If n is odd, the middle row meets itself: then what
+    comes second is sent right of the diagonal, where there is nothing to do."""
+    n = (T + int32(TILE - 1)) // int32(TILE)
+    width, lines = n + 1, (n + 1) // 2
+    z, place = block // (width * lines), block % (width * lines)
+    x, y = place % width, place // width
+    row, column = y, x
+    if x > y:
+        row = n - 1 - y
+        column = x - y - 1 if row > y else n
+    return z, row * TILE, column * TILE
+
+
+def tiles(Z: int, T: int) -> int:
+    """How many blocks `place_of` has places for."""
+    n = ceil_div(T, TILE)
+    return Z * (n + 1) * ((n + 1) // 2)
+
+
+@cuda.jit(device=True, cache=True)
+def store_8x8(preatt, z, row, column, sums, scale):
+    """A thread's elements, those right of the diagonal left out."""
+    for i in range(8):
+        for j in range(8):
+            if column + j <= row + i and row + i < preatt.shape[1]:
+                preatt[z, row + i, column + j] = sums[i, j] * scale
+
+
+@cuda.jit(cache=True, fastmath=True, launch_bounds=(256,))
+def trimat_forward_kernel2(preatt, qkv, NH, scale):
+    """128 x 128 elements a block; thread (x, y) has rows 8 y to 8 y + 7 of columns 8 x to 8 x + 7."""
+    sums = cuda.local.array((8, 8), float32)
+    a = cuda.local.array(8, float32)
+    b = cuda.local.array(8, float32)
+    T, C = preatt.shape[1], qkv.shape[2] // 3
+    hs = C // NH
+    z, row, column = place_of(cuda.blockIdx.x, T)
+    row, column = row + cuda.threadIdx.x // 16 * 8, column + cuda.threadIdx.x % 16 * 8
+    if row < T and column <= row:
+        for i in range(8):
+            for j in range(8):
+                sums[i, j] = float32(0)
+        for c in range(z % NH * hs, (z % NH + 1) * hs):
+            for i in range(8):  # past the end the last row again: nobody stores what becomes of it
+                a[i] = qkv[z // NH, min(row + i, T - 1), c]
+                b[i] = qkv[z // NH, min(column + i, T - 1), C + c]
+            for i in range(8):
+                for j in range(8):
+                    sums[i, j] += a[i] * b[j]
+        store_8x8(preatt, z, row, column, sums, scale)
+
+
+@trimat_forward.version(2, "a thread 8 x 8 elements, nothing right of the diagonal")
+def trimat_forward2(preatt, qkv, NH, *, stream=0):
+    """As trimat_forward1."""
+    Z, T, hs = sizes(preatt, qkv, NH)
+    scale = float32(1 / math.sqrt(hs))
+    trimat_forward_kernel2[tiles(Z, T), 256, stream](preatt.reshape(Z, T, T), qkv, NH, scale)
+
+
+# Version 3 ------------------------------------------------------------------------------------------------------------
+
+
+@cuda.jit(cache=True, fastmath=True, launch_bounds=(256,))
+def trimat_forward_kernel3(preatt, qkv, NH, scale):
+    """Version 2, 32 channels at a time from shared memory. A warp copies a row's 32 channels, a line of 128 bytes."""
+    q = cuda.shared.array((TILE, 32), float32)
+    k = cuda.shared.array((TILE, 32), float32)
+    sums = cuda.local.array((8, 8), float32)
+    a = cuda.local.array(8, float32)
+    b = cuda.local.array(8, float32)
+    T, C = preatt.shape[1], qkv.shape[2] // 3
+    hs = C // NH
+    z, row, column = place_of(cuda.blockIdx.x, T)
+    if column > row:
+        return
+    lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
+    y, x = cuda.threadIdx.x // 16 * 8, cuda.threadIdx.x % 16 * 8
+    busy = row + y < T and column + x <= row + y
+    for i in range(8):
+        for j in range(8):
+            sums[i, j] = float32(0)
+    for c in range(0, hs, 32):
+        at = z % NH * hs + c + lane
+        for i in range(warp, TILE, 8):
+            q[i, lane] = qkv[z // NH, row + i, at] if row + i < T and c + lane < hs else float32(0)
+            k[i, lane] = qkv[z // NH, column + i, C + at] if column + i < T and c + lane < hs else float32(0)
+        cuda.syncthreads()
+        if busy:
+            for d in range(min(32, hs - c)):
+                for i in range(8):
+                    a[i] = q[y + i, d]
+                    b[i] = k[x + i, d]
+                for i in range(8):
+                    for j in range(8):
+                        sums[i, j] += a[i] * b[j]
+        cuda.syncthreads()
+    if busy:
+        store_8x8(preatt, z, row + y, column + x, sums, scale)
+
+
+@trimat_forward.version(3, "tiles of q and k in shared memory, loaded in whole lines")
+def trimat_forward3(preatt, qkv, NH, *, stream=0):
+    """As trimat_forward1."""
+    Z, T, hs = sizes(preatt, qkv, NH)
+    scale = float32(1 / math.sqrt(hs))
+    trimat_forward_kernel3[tiles(Z, T), 256, stream](preatt.reshape(Z, T, T), qkv, NH, scale)
+
+
+# Versions 4 and 5 -----------------------------------------------------------------------------------------------------
+# The tiles in shared memory are those of the matmul's engine: a row 32 channels, 128 bytes, its eight pieces of 16 bytes
+# swizzled. Two steps of 32 channels are there at a time, which with a head of 64 is all.
+
+BK = engine.BK
+TF32 = engine.Tile(TILE, TILE, 64, 64, stages=2, blocks=2)
+FP32 = engine.Tile(TILE, TILE, 32, 64, stages=2, blocks=2)  # the tiles of TF32, but not its warps
+
+
+@cuda.jit(device=True, cache=True)
+def multiply_fp32(sums, shared, at_q, at_k, row, column, lane):
+    """sums[8 i + j] += the products of a step for a warp's tile of 32 x 64.
+
+    Lane (y, x) of 4 x 8 has rows 4 y to 4 y + 3 of each 16, and columns 4 x to 4 x + 3 of each 32. A warp's 16-byte read
+    goes out in two halves if each lane's neighbour (its number ^ 1, or ^ 2) reads the same bytes, else in four quarters:
+    so y is bits 0 and 4 of the lane's number, x is bits 1 to 3. The rows that half a warp reads lie in different banks.
+    """
+    a = cuda.local.array(4, float32)
+    b = cuda.local.array((8, 4), float32)
+    y, x = (lane & 1) | (lane >> 3 & 2), lane >> 1 & 7
+    at_q += (row + 4 * y) * BK
+    at_k += (column + 4 * x) * BK
+    for piece in range(BK // 4):
+        start = at_k + 4 * engine.swizzle(x, piece)
+        for j in range(8):
+            b[j, 0], b[j, 1], b[j, 2], b[j, 3] = load4(shared, start + (j // 4 * 32 + j % 4) * BK)
+        for i in range(8):
+            start = at_q + 4 * engine.swizzle(y + i // 4 * 4, piece)
+            a[0], a[1], a[2], a[3] = load4(shared, start + (i // 4 * 16 + i % 4) * BK)
+            for c in range(4):
+                for j in range(8):
+                    sums[8 * i + j] += a[c] * b[j, c]
+
+
+@functools.cache
+def store_four(aligned: bool):
+    """A device function that stores four neighbours of a row, those right of the diagonal left out."""
+
+    @cuda.jit(device=True)
+    def store(preatt, z, row, column, x0, x1, x2, x3):
+        T = preatt.shape[1]
+        if row < T:
+            if aligned and column + 3 <= row:
+                store4_streaming(preatt, (z * T + row) * T + column, x0, x1, x2, x3)
+            else:
+                if column <= row:
+                    preatt[z, row, column] = x0
+                if column + 1 <= row:
+                    preatt[z, row, column + 1] = x1
+                if column + 2 <= row:
+                    preatt[z, row, column + 2] = x2
+                if column + 3 <= row:
+                    preatt[z, row, column + 3] = x3
+
+    return store
+
+
+@functools.cache
+def store_fp32(aligned: bool):
+    """A device function that stores what multiply_fp32 has added up: a warp 128 bytes of each of four rows at once."""
+    store = store_four(aligned)
+
+    @cuda.jit(device=True)
+    def store_sums(preatt, z, row, column, sums, lane):
+        row, column = row + 4 * ((lane & 1) | (lane >> 3 & 2)), column + 4 * (lane >> 1 & 7)
+        for i in range(8):
+            for j in range(0, 8, 4):
+                c = 8 * i + j
+                store(preatt, z, row + i // 4 * 16 + i % 4, column + 8 * j, sums[c], sums[c + 1], sums[c + 2], sums[c + 3])
+
+    return store_sums
+
+
+@functools.cache
+def store_tf32(aligned: bool):
+    """A device function that stores what the engine's tensor_core has added up: of 32 x 32 elements lane 4 g + t has rows
+    4 g to 4 g + 3 of columns 8 t to 8 t + 7. Neighbouring lanes swap half of a row of theirs, so that the two together
+    store 32 neighbouring bytes, a sector, at once."""
+    store = store_four(aligned)
+
+    @cuda.jit(device=True)
+    def store_sums(preatt, z, row, column, sums, lane):
+        odd = lane & 1
+        row, column = row + (lane >> 2) * 4, column + 16 * (lane >> 1 & 1) + 4 * odd
+        x = cuda.local.array(4, float32)
+        y = cuda.local.array(4, float32)
+        for j in range(TF32.WN // 32):
+            for i in range(TF32.WM // 8):
+                c = (i // 2 * (TF32.WN // 8) + 4 * j) * 4 + 2 * (i % 2)
+                for k in range(4):
+                    left, right = sums[c + 4 * k], sums[c + 4 * k + 1]
+                    swapped = cuda.shfl_xor_sync(FULL_MASK, left if odd else right, 1)
+                    x[k] = swapped if odd else left
+                    y[k] = right if odd else swapped
+                at = row + i // 4 * 32 + i % 4
+                store(preatt, z, at, column + 32 * j, x[0], x[1], x[2], x[3])
+                store(preatt, z, at, column + 32 * j + 8, y[0], y[1], y[2], y[3])
+
+    return store_sums
+
+
+@functools.cache
+def tile_kernel(tile: engine.Tile, tf32: bool, qkv_aligned: bool, preatt_aligned: bool):
+    """The kernel of version 4, or with tf32 of version 5."""
+    WM, WN, SUMS = tile.WM, tile.WN, tile.WM * tile.WN // 32
+    ROWS, STAGE = TILE * BK, 2 * TILE * BK
+    copy = engine.copy_tile(False, TILE, tile.threads, qkv_aligned, True)
+    if tf32:
+        multiply, _ = engine.tensor_core(tile, False, False, engine.STORE, preatt_aligned)
+        store_sums = store_tf32(preatt_aligned)
+    else:
+        multiply, store_sums = multiply_fp32, store_fp32(preatt_aligned)
+
+    @cuda.jit(fastmath=True, launch_bounds=(tile.threads, tile.blocks))
+    def trimat_tile_kernel(preatt, qkv, NH, hs, T, scale):
+        """preatt (B*NH,T,T), qkv (B*T,3C)."""
+        shared = cuda.shared.array(0, float32, alignment=16)  # two stages, each a tile of q and one of k
+        sums = cuda.local.array(SUMS, float32)
+        z, first_row, first_column = place_of(int32(cuda.blockIdx.x), T)
+        if first_column > first_row:
+            return
+        lane, warp = int32(cuda.threadIdx.x) & 31, int32(cuda.threadIdx.x) >> 5
+        warp_row, warp_column = warp // (TILE // WN) * WM, warp % (TILE // WN) * WN
+        row, column = first_row + warp_row, first_column + warp_column
+        busy = row < T and column < row + WM and column < T  # else the warp's tile is no part of the triangle
+        b, q = z // NH * T, z % NH * hs
+        k, width = q + NH * hs, 3 * NH * hs
+        for step in range(2):
+            copy(shared, step * STAGE, qkv, b + first_row, q + step * BK, b + T, width, q + hs)
+            copy(shared, step * STAGE + ROWS, qkv, b + first_column, k + step * BK, b + T, width, k + hs)
+            cp_async_commit()
+        for i in range(SUMS):
+            sums[i] = float32(0)
+        now, step = int32(0), int32(0)
+        while step < hs:
+            cp_async_wait(1)
+            cuda.syncthreads()
+            if busy:
+                multiply(sums, shared, now, now + ROWS, warp_row, warp_column, lane)
+            if step + 2 * BK < hs:
+                cuda.syncthreads()
+                copy(shared, now, qkv, b + first_row, q + step + 2 * BK, b + T, width, q + hs)
+                copy(shared, now + ROWS, qkv, b + first_column, k + step + 2 * BK, b + T, width, k + hs)
+            cp_async_commit()
+            now = STAGE - now
+            step += int32(BK)
+        if busy:
+            for i in range(SUMS):
+                sums[i] *= scale
+            store_sums(preatt, int64(z), row, column, sums, lane)
+
+    return trimat_tile_kernel
+
+
+def launch_tiles(tile, preatt, qkv, NH, tf32, stream):
+    Z, T, hs = sizes(preatt, qkv, NH)
+    kernel = tile_kernel(tile, tf32, hs % 4 == 0 and engine.is_aligned(qkv), engine.is_aligned(preatt))
+    launch = big_shared(kernel, tiles(Z, T), tile.threads, stream, tile.shared(False, False))
+    scale = float32(1 / math.sqrt(hs))
+    launch(preatt.reshape(Z, T, T), qkv.reshape(Z // NH * T, -1), int32(NH), int32(hs), int32(T), scale)
+
+
+@trimat_forward.version(4, "16-byte shared reads without bank conflicts, cp.async, 16-byte stores", needs_cc=(8, 0))
+def trimat_forward4(preatt, qkv, NH, *, stream=0):
+    """As trimat_forward1. 64 KB of shared memory a block."""
+    launch_tiles(FP32, preatt, qkv, NH, False, stream)
+
+
+@trimat_forward.version(5, "the tensor cores", precision="tf32", needs_cc=(8, 0))
+def trimat_forward5(preatt, qkv, NH, *, stream=0):
+    """As trimat_forward4."""
+    launch_tiles(TF32, preatt, qkv, NH, True, stream)
