@@ -71,7 +71,7 @@ class Array:
                 _refuse(index)
         else:
             _check(index)
-        self.data[index] = value.data if isinstance(value, Array) else value
+        self.data[index] = value.data if value.__class__ in ARRAYS else value
 
     def __len__(self):
         return self.shape[0]
@@ -119,6 +119,9 @@ class IntArray(Array):
             self.data[index] = np.array(value & 0xFFFFFFFFFFFFFFFF, np.uint64).astype(self.data.dtype)
 
 
+ARRAYS = (Array, IntArray)
+
+
 def _check(index):
     try:
         for i in index:
@@ -140,10 +143,10 @@ class LocalArray(dict):
 
     __slots__ = ("cast", "kind", "like")
 
-    def __init__(self, like: np.ndarray, values: dict):
+    def __init__(self, like: np.ndarray, kind: type | None, cast, values: dict):
+        """like: an array of this shape and type. cast: what makes values of this type, save of those of class `kind`."""
         dict.__init__(self, values)
-        self.like = like
-        self.kind, self.cast = _CASTS.get(like.dtype.name, (None, like.dtype.type))
+        self.like, self.kind, self.cast = like, kind, cast
 
     def __missing__(self, index):
         if isinstance(index, int) and 0 <= index < self.like.shape[0]:
@@ -228,11 +231,12 @@ def _local_array(shape, dtype, alignment=None):
 
 @functools.cache
 def _template(shape, dtype) -> tuple:
-    """A local array before anybody wrote: of poison, as NumPy's and as {index: value}."""
+    """What a local array is made of, before anybody wrote."""
     like = _poisoned(shape, dtype, None)
     array = checked(like)
     indices = range(shape[0]) if len(shape) == 1 else itertools.product(*map(range, shape))
-    return like, {index: array[index] for index in indices}
+    kind, cast = _CASTS.get(like.dtype.name, (None, like.dtype.type))
+    return like, kind, cast, {index: array[index] for index in indices}
 
 
 def _constant_array(array):
@@ -314,27 +318,36 @@ class Warp:
         self.waiting = {}  # (operation, mask) -> {lane: value} of the lanes that have arrived
 
 
+@functools.cache
+def _threads_of_a_block(x, y, z) -> tuple[list, list]:
+    """All threads and all warps. They are used again by the next block, and the next launch."""
+    threads, warps = [], []
+    for k, j, i in itertools.product(range(z), range(y), range(x)):
+        thread = Thread(i, j, k)
+        thread.lane = len(threads) % warpsize
+        if thread.lane == 0:
+            warps.append(Warp())
+        thread.warp = warps[-1]
+        thread.warp.threads.append(thread)
+        threads.append(thread)
+    return threads, warps
+
+
 class Launch:
     """A kernel on its way through the grid, one block at a time."""
+
+    idle = []  # greenlets that wait for a thread to run; they outlive the launch, since a new one costs 10 us
 
     def __init__(self, kernel, args, block, dynamic_bytes):
         self.kernel = kernel
         self.args = tuple(map(checked, args))
         self.hub = getcurrent()
-        self.idle = []  # greenlets that wait for work
+        if self.idle and self.idle[0].parent is not self.hub:
+            self.idle.clear()  # those of another operating system thread
         self.failure = None  # (thread, exception)
         self.backwards = False  # every other block, so that a missing barrier shows whichever way its threads read
         self.dynamic_bytes = dynamic_bytes
-        self.threads, self.warps = [], []
-        for z, y, x in itertools.product(range(block.z), range(block.y), range(block.x)):
-            thread = Thread(x, y, z)
-            thread.greenlet = None
-            thread.lane = len(self.threads) % warpsize
-            if thread.lane == 0:
-                self.warps.append(Warp())
-            thread.warp = self.warps[-1]
-            thread.warp.threads.append(thread)
-            self.threads.append(thread)
+        self.threads, self.warps = _threads_of_a_block(block.x, block.y, block.z)
 
     def run_block(self):
         self.shared, self.shared_ranges, self.static_bytes = {}, [], 0
@@ -350,31 +363,19 @@ class Launch:
             warp.live = (1 << len(warp.threads)) - 1
             warp.waiting = {}
         while self.fresh and not self.failure:
-            (self.idle.pop() if self.idle else greenlet(self.work)).switch()  # from here, or their stacks would nest
+            (self.idle.pop() if self.idle else greenlet(_work)).switch()  # from here, or their stacks would nest
         if self.failure is None and any(warp.live for warp in self.warps):
             self.failure = self.deadlock()
         if self.failure is not None:
-            raise self.explain(*self.failure)
+            error = self.explain(*self.failure)
+            self.abandon()
+            raise error
 
-    def work(self):
-        """A greenlet's life: a thread of the block after the other. Those that never wait all run in the first one."""
-        me = getcurrent()
-        with np.errstate(all="ignore"):
-            while True:
-                if self.ready or self.failure or not self.fresh:
-                    self.idle.append(me)
-                    (self.ready.popleft().greenlet if self.ready and not self.failure else self.hub).switch()
-                    continue
-                thread = self.fresh.popleft()
-                thread.greenlet = me
-                _become(thread)
-                try:
-                    self.kernel(*self.args)
-                    self.exit(thread)
-                except GreenletExit:
-                    raise
-                except BaseException as error:
-                    self.failure = (thread, error)
+    def abandon(self):
+        """Unwind the greenlets of threads that wait."""
+        started = set(self.threads) - set(self.fresh)
+        for one in {thread.greenlet for thread in started} - set(self.idle):
+            one.throw()
 
     def exit(self, thread):
         """Who has exited is waited for no longer."""
@@ -384,11 +385,6 @@ class Launch:
             if len(values) == (key[1] & warp.live).bit_count():
                 del warp.waiting[key]
                 self.ready.extend(warp.threads[lane] for lane in values)
-
-    def stop(self):
-        """Unwind the greenlets that still wait, and those that are idle."""
-        for one in {thread.greenlet for thread in self.threads if thread.greenlet} | set(self.idle):
-            one.throw()
 
     def deadlock(self):
         """Nobody can go on. The one to blame: a lane whose warp does not come, else a thread at a barrier."""
@@ -443,7 +439,7 @@ class Launch:
                 place, theirs = f"{_short(frame.f_code.co_filename)}:{trace.tb_lineno}", frame.f_locals
             elif isinstance(error, IndexError):
                 array = frame.f_locals.get("self", frame.f_locals.get("array"))
-                if isinstance(array, (Array, LocalArray)):
+                if isinstance(array, (*ARRAYS, LocalArray)):
                     of = next((f" of {name}" for name, value in theirs.items() if value is array), of)
             trace = trace.tb_next
         kind = "" if isinstance(error, SimulatorError) else f"{type(error).__name__}: "
@@ -474,6 +470,28 @@ def _become(thread):
     _running = thread
     laneid = thread.lane
     threadIdx.x, threadIdx.y, threadIdx.z = thread.x, thread.y, thread.z
+
+
+def _work():
+    """A greenlet's life: a thread after the other. Those that never wait all run in the first one."""
+    me = getcurrent()
+    np.seterr(all="ignore")  # for this greenlet alone
+    while True:
+        launch = _launch
+        if launch.ready or launch.failure or not launch.fresh:
+            launch.idle.append(me)
+            (launch.ready.popleft().greenlet if launch.ready and not launch.failure else launch.hub).switch()
+            continue
+        thread = launch.fresh.popleft()
+        thread.greenlet = me
+        _become(thread)
+        try:
+            launch.kernel(*launch.args)
+            launch.exit(thread)
+        except GreenletExit:
+            raise
+        except BaseException as error:
+            launch.failure = (thread, error)
 
 
 def _wait(thread, kind, operation, number):
@@ -577,7 +595,6 @@ class Kernel:
             for blockIdx.z, blockIdx.y, blockIdx.x in itertools.product(range(grid.z), range(grid.y), range(grid.x)):
                 launch.run_block()
         finally:
-            launch.stop()
             _launch = None
 
     def _check_launch(self, grid, block, dynamic_bytes):
