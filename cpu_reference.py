@@ -67,19 +67,19 @@ def exp_overload(x):
 
 
 @njit_inlined
-def softmax(out, inp, scale):
-    """out (C,) = exp(scale * inp) / sum(exp(scale * inp)), and returns the log of that sum. scale > 0."""
-    factor = out.dtype.type(scale)
-    top = inp[0]
-    for c in range(inp.size):
-        top = max(top, inp[c])
+def softmax(x, scale):
+    """In place: x (C,) = exp(scale * x) / sum(exp(scale * x)). Returns the log of that sum. scale > 0."""
+    factor = x.dtype.type(scale)
+    top = x[0]
+    for c in range(x.size):
+        top = max(top, x[c])
     total = 0.0
-    for c in range(inp.size):
-        out[c] = exp(factor * (inp[c] - top))
-        total += out[c]
-    norm = out.dtype.type(1 / total)
-    for c in range(inp.size):
-        out[c] *= norm
+    for c in range(x.size):
+        x[c] = exp(factor * (x[c] - top))
+        total += x[c]
+    norm = x.dtype.type(1 / total)
+    for c in range(x.size):
+        x[c] *= norm
     return math.log(total) + scale * top
 
 
@@ -346,7 +346,7 @@ def attention_softmax(att, lse, start, scale):
     for row in prange(NH * rows):
         h, r = row // rows, row % rows
         seen = start + r + 1
-        lse[h, start + r] = softmax(att[h, r, :seen], att[h, r, :seen], scale)
+        lse[h, start + r] = softmax(att[h, r, :seen], scale)
         att[h, r, seen:] = 0
 
 
@@ -428,8 +428,9 @@ def softmax_autoregressive_forward(att, preatt, scale):
     B, NH, T, _ = att.shape
     for row in prange(B * NH * T):
         b, h, t = row // (NH * T), row // T % NH, row % T
-        softmax(att[b, h, t, : t + 1], preatt[b, h, t, : t + 1], scale)
-        att[b, h, t, t + 1 :] = 0
+        for j in range(T):
+            att[b, h, t, j] = preatt[b, h, t, j] if j <= t else 0
+        softmax(att[b, h, t, : t + 1], scale)
 
 
 @njit_parallel
@@ -455,8 +456,11 @@ def softmax_autoregressive_backward(dpreatt, datt, att, scale):
 @njit_parallel
 def softmax_forward(out, inp):
     """out (N,C): each row the softmax of inp's."""
-    for n in prange(len(out)):
-        softmax(out[n], inp[n], 1.0)
+    N, C = inp.shape
+    for n in prange(N):
+        for c in range(C):
+            out[n, c] = inp[n, c]
+        softmax(out[n], 1.0)
 
 
 @njit_parallel
@@ -484,7 +488,7 @@ def fused_classifier(logits, losses, dloss, targets, V):
     for n in prange(len(logits)):
         target = targets[n]
         target_logit = logits[n, target]
-        losses[n] = softmax(logits[n, :V], logits[n, :V], 1.0) - target_logit
+        losses[n] = softmax(logits[n, :V], 1.0) - target_logit
         logits[n, target] -= 1
         for i in range(V):
             logits[n, i] *= dloss
