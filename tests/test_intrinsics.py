@@ -142,7 +142,7 @@ def test_approximations_are_as_close_as_the_ptx_isa_says():
     np.testing.assert_allclose(out[:, 0], np.tanh(x), rtol=2**-10.9)
     np.testing.assert_allclose(out[:, 1], np.exp2(x), rtol=2**-22)
     np.testing.assert_allclose(out[:, 2], np.log2(y), rtol=2**-22, atol=2**-22)
-    np.testing.assert_allclose(out[:, 3], 1 / x, rtol=2**-23)
+    np.testing.assert_allclose(out[:, 3], 1 / x, rtol=2**-22)
     np.testing.assert_allclose(out[:, 4], 1 / np.sqrt(y), rtol=2**-22.4)
 
 
@@ -150,11 +150,9 @@ def test_approximations_are_as_close_as_the_ptx_isa_says():
 def test_approximations_at_the_ends():
     inp = np.array([[np.inf, np.inf], [-np.inf, 0], [0, 1], [200, 4]], np.float32)
     out = run(approximations_kernel, 1, 4, np.zeros((4, 5), np.float32), inp)
-    assert out[:, 0].tolist() == [1, -1, 0, 1]
-    assert out[:, 1].tolist() == [np.inf, 0, 1, np.inf]
-    assert out[:, 2].tolist() == [np.inf, -np.inf, 0, 2]
-    assert out[:3, 3].tolist() == [0, 0, np.inf]
-    assert out[:, 4].tolist() == [0, np.inf, 1, 0.5]
+    truth = np.array([[1, -1, 0, 1], [np.inf, 0, 1, np.inf], [np.inf, -np.inf, 0, 2], [0, 0, np.inf, 1 / 200],
+                      [0, np.inf, 1, 0.5]])  # fmt: skip
+    np.testing.assert_allclose(out.T, truth, rtol=2**-22, atol=2**-22)
 
 
 # Shuffles in segments -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import ast
 import inspect
 import math
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -410,7 +411,9 @@ def arithmetic_kernel(out, inp, big):
 
 @fact
 def test_arithmetic_follows_ieee():
-    inp = np.array([1, 0, -1, 1e6, -np.inf, 3.14159], np.float32)
+    inp = np.array(
+        [1, 0, -1, 1e6, -np.inf, 1 + 2**-12], np.float32
+    )  # the last one's square, rounded, loses its last bit
     out, big = run(arithmetic_kernel, 1, 6, np.zeros((6, 5), np.float32), inp, np.full(6, 2**31 - 1, np.int32))[::2]
     with np.errstate(all="ignore"):
         exact = inp.astype(np.float64)
@@ -418,6 +421,35 @@ def test_arithmetic_follows_ieee():
         truth = np.stack([np.exp(exact), np.log(exact), np.sqrt(exact), 1 / exact, fma], 1).astype(np.float32)
     np.testing.assert_allclose(out, truth, rtol=3e-7)
     assert (big == 2**31 - 1).all(), "int32 loads do not overflow when they are multiplied"
+
+
+@cuda.jit
+def narrowing_kernel(out, x):
+    floats = cuda.local.array((1, 2), float32)
+    ints = cuda.local.array(2, int32)
+    shared = cuda.shared.array(1, float32)
+    floats[0, 1] = shared[0] = x
+    ints[1] = 2**32 + 7
+    out[0], out[1], out[2] = floats[0, 1], shared[0], ints[1]
+
+
+@fact
+def test_a_store_rounds_to_the_type_of_the_array():
+    assert run(narrowing_kernel, 1, 1, np.zeros(3), 0.1).tolist() == [np.float32(0.1), np.float32(0.1), 7]
+
+
+@cuda.jit
+def overflow_kernel(out):
+    out[0] = out[1] * out[1]
+    out[2] = out[0] - out[0]
+
+
+@simulated
+def test_overflow_is_silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = run(overflow_kernel, 1, 1, np.full(3, 3e38, np.float32))
+    assert out[0] == np.inf and np.isnan(out[2])
 
 
 @cuda.jit
@@ -522,6 +554,11 @@ def column_kernel(out):
 
 
 @cuda.jit
+def negative_column_kernel(out):
+    out[0, cuda.threadIdx.x - 1] = 1  # here
+
+
+@cuda.jit
 def shared_index_kernel(out):
     tile = cuda.shared.array((2, 4), float32)
     tile[cuda.threadIdx.x, 0] = 1  # here
@@ -545,6 +582,7 @@ def test_an_index_out_of_bounds():
     refuses(negative_kernel, lambda: run(negative_kernel, 3, 32, np.zeros(96, np.int32)), *negative)
     matrix = np.zeros((3, 4), np.float32)
     refuses(column_kernel, lambda: run(column_kernel, 1, 5, matrix), "index 4 is out of bounds for axis 1 with size 4")
+    refuses(negative_column_kernel, lambda: run(negative_column_kernel, 1, 5, matrix), "index -1 is negative of out")
     refuses(
         shared_index_kernel, lambda: run(shared_index_kernel, 1, 3, matrix), "index 2", "of tile", "thread (2, 0, 0)"
     )
