@@ -29,6 +29,7 @@ from kernels.device import (
     load4,
     need,
     store4_streaming,
+    uint64,
 )  # fmt: skip
 from kernels.matmul import engine
 from kernels.op import Op
@@ -44,9 +45,9 @@ trimat_forward = Op(
     },
     shape={"B": 8, "T": 1024, "NH": 12, "hs": 64},
     small={"B": 1, "T": 20, "NH": 2, "hs": 16},
-    odd=[  # one row; rows that are not whole 16 bytes; two and three tiles, and the last channels of a step missing
+    odd=[  # one row; heads and rows that are not whole 16 bytes; three tiles; a third step of channels, and not all of it
         {"B": B, "T": T, "NH": NH, "hs": hs}
-        for B, T, NH, hs in ((2, 1, 1, 64), (1, 9, 3, 4), (2, 6, 1, 3), (1, 130, 1, 8), (1, 260, 1, 4), (1, 5, 2, 100))
+        for B, T, NH, hs in ((1, 1, 1, 64), (2, 6, 2, 3), (1, 9, 1, 4), (1, 130, 1, 8), (1, 5, 1, 100))
     ],
     trainer_shapes=[{"B": 4, "T": 1024, "NH": 12, "hs": 64}],
     compared={"preatt": np.tril},
@@ -124,7 +125,7 @@ def place_of(block, T):
     if x > y:
         row = n - 1 - y
         column = x - y - 1 if row > y else n
-    return z, row * TILE, column * TILE
+    return int32(z), int32(row * TILE), int32(column * TILE)
 
 
 def tiles(Z: int, T: int) -> int:
@@ -225,57 +226,75 @@ def trimat_forward3(preatt, qkv, NH, *, stream=0):
 
 # Versions 4 and 5 -----------------------------------------------------------------------------------------------------
 # The tiles in shared memory are those of the matmul's engine: a row 32 channels, 128 bytes, its eight pieces of 16 bytes
-# swizzled. Two steps of 32 channels are there at a time, which with a head of 64 is all.
+# swizzled, for either arithmetic. Two steps of 32 channels are there at a time, which with a head of 64 is all.
 
 BK = engine.BK
+FP32 = engine.Tile(TILE, TILE, 32, 64, stages=2, blocks=2)
 TF32 = engine.Tile(TILE, TILE, 64, 64, stages=2, blocks=2)
-FP32 = engine.Tile(TILE, TILE, 32, 64, stages=2, blocks=2)  # the tiles of TF32, but not its warps
 
 
 @cuda.jit(device=True, cache=True)
-def multiply_fp32(sums, shared, at_q, at_k, row, column, lane):
-    """sums[8 i + j] += the products of a step for a warp's tile of 32 x 64.
+def lane_place(lane):
+    """(y, x) of 4 x 8: y is bits 0 and 4 of the lane's number, x is bits 1 to 3. So a lane and its neighbour (number ^ 1, or
+    number ^ 2) read the same 16 bytes, and half a warp can be served at once where it would be a quarter else."""
+    return lane & 1 | lane >> 3 & 2, lane >> 1 & 7
 
-    Lane (y, x) of 4 x 8 has rows 4 y to 4 y + 3 of each 16, and columns 4 x to 4 x + 3 of each 32. A warp's 16-byte read
-    goes out in two halves if each lane's neighbour (its number ^ 1, or ^ 2) reads the same bytes, else in four quarters:
-    so y is bits 0 and 4 of the lane's number, x is bits 1 to 3. The rows that half a warp reads lie in different banks.
-    """
-    a = cuda.local.array(4, float32)
+
+@cuda.jit(device=True, cache=True)
+def multiply_fp32(sums, shared, at_q, at_k, row, column, lane, pieces):
+    """sums[8 i + j] += the products of a step of 4 * pieces channels for a warp's tile of 32 x 64. Lane (y, x) has rows 4 y to 4 y + 3 of each 16,
+    and columns 4 x to 4 x + 3 of each 32: the rows of the tiles that half a warp reads at once lie in different banks."""
+    a = cuda.local.array((2, 4), float32)  # one is loaded while the other is multiplied
     b = cuda.local.array((8, 4), float32)
-    y, x = (lane & 1) | (lane >> 3 & 2), lane >> 1 & 7
+    y, x = lane_place(lane)
     at_q += (row + 4 * y) * BK
     at_k += (column + 4 * x) * BK
-    for piece in range(BK // 4):
+    for piece in range(pieces):
         start = at_k + 4 * engine.swizzle(x, piece)
         for j in range(8):
             b[j, 0], b[j, 1], b[j, 2], b[j, 3] = load4(shared, start + (j // 4 * 32 + j % 4) * BK)
+        start = at_q + 4 * engine.swizzle(y, piece)
+        a[0, 0], a[0, 1], a[0, 2], a[0, 3] = load4(shared, start)
         for i in range(8):
-            start = at_q + 4 * engine.swizzle(y + i // 4 * 4, piece)
-            a[0], a[1], a[2], a[3] = load4(shared, start + (i // 4 * 16 + i % 4) * BK)
+            now, next = i % 2, (i + 1) % 2
+            if i < 7:
+                start = at_q + 4 * engine.swizzle(y + (i + 1) // 4 * 4, piece) + ((i + 1) // 4 * 16 + (i + 1) % 4) * BK
+                a[next, 0], a[next, 1], a[next, 2], a[next, 3] = load4(shared, start)
             for c in range(4):
                 for j in range(8):
-                    sums[8 * i + j] += a[c] * b[j, c]
+                    sums[8 * i + j] += a[now, c] * b[j, c]
+
+
+@functools.cache
+def multiply_tf32():
+    """A device function: multiply_fp32 on the tensor cores for a warp's tile of 64 x 64, always a whole step."""
+    multiply_step, _ = engine.tensor_core(TF32, False, False, engine.STORE, True)
+
+    @cuda.jit(device=True)
+    def multiply(sums, shared, at_q, at_k, row, column, lane, pieces):
+        multiply_step(sums, shared, at_q, at_k, row, column, lane)
+
+    return multiply
 
 
 @functools.cache
 def store_four(aligned: bool):
-    """A device function that stores four neighbours of a row, those right of the diagonal left out."""
+    """A device function that stores four neighbours of a row, the first `count` of them, at a flat index."""
 
     @cuda.jit(device=True)
-    def store(preatt, z, row, column, x0, x1, x2, x3):
-        T = preatt.shape[1]
-        if row < T:
-            if aligned and column + 3 <= row:
-                store4_streaming(preatt, (z * T + row) * T + column, x0, x1, x2, x3)
-            else:
-                if column <= row:
-                    preatt[z, row, column] = x0
-                if column + 1 <= row:
-                    preatt[z, row, column + 1] = x1
-                if column + 2 <= row:
-                    preatt[z, row, column + 2] = x2
-                if column + 3 <= row:
-                    preatt[z, row, column + 3] = x3
+    def store(preatt, at, count, x0, x1, x2, x3):
+        count = int32(count)
+        if aligned and count >= 4:
+            store4_streaming(preatt, at, x0, x1, x2, x3)
+        else:
+            if count >= 1:
+                preatt[uint64(at)] = x0
+            if count >= 2:
+                preatt[uint64(at + 1)] = x1
+            if count >= 3:
+                preatt[uint64(at + 2)] = x2
+            if count >= 4:
+                preatt[uint64(at + 3)] = x3
 
     return store
 
@@ -286,12 +305,19 @@ def store_fp32(aligned: bool):
     store = store_four(aligned)
 
     @cuda.jit(device=True)
-    def store_sums(preatt, z, row, column, sums, lane):
-        row, column = row + 4 * ((lane & 1) | (lane >> 3 & 2)), column + 4 * (lane >> 1 & 7)
+    def store_sums(preatt, start, row, column, T, sums, scale, lane):
+        y, x = lane_place(lane)
+        row, column = int32(row + 4 * y), int32(column + 4 * x)
+        at = start + int64(row) * T + column
         for i in range(8):
+            more = i // 4 * 16 + i % 4
+            left = int32(row - column + 1 + more if row + more < T else 0)  # from the first of four up to the diagonal
             for j in range(0, 8, 4):
                 c = 8 * i + j
-                store(preatt, z, row + i // 4 * 16 + i % 4, column + 8 * j, sums[c], sums[c + 1], sums[c + 2], sums[c + 3])
+                store(
+                    preatt, at + more * T + 8 * j, left - 8 * j,
+                    sums[c] * scale, sums[c + 1] * scale, sums[c + 2] * scale, sums[c + 3] * scale,
+                )  # fmt: skip
 
     return store_sums
 
@@ -302,24 +328,27 @@ def store_tf32(aligned: bool):
     4 g to 4 g + 3 of columns 8 t to 8 t + 7. Neighbouring lanes swap half of a row of theirs, so that the two together
     store 32 neighbouring bytes, a sector, at once."""
     store = store_four(aligned)
+    M, N = TF32.WM // 8, TF32.WN // 8
 
     @cuda.jit(device=True)
-    def store_sums(preatt, z, row, column, sums, lane):
-        odd = lane & 1
-        row, column = row + (lane >> 2) * 4, column + 16 * (lane >> 1 & 1) + 4 * odd
+    def store_sums(preatt, start, row, column, T, sums, scale, lane):
         x = cuda.local.array(4, float32)
         y = cuda.local.array(4, float32)
-        for j in range(TF32.WN // 32):
-            for i in range(TF32.WM // 8):
-                c = (i // 2 * (TF32.WN // 8) + 4 * j) * 4 + 2 * (i % 2)
+        odd = lane & 1
+        row, column = int32(row + (lane >> 2) * 4), int32(column + 16 * (lane >> 1 & 1) + 4 * odd)
+        at = start + int64(row) * T + column
+        for i in range(M):
+            more = i // 4 * 32 + i % 4
+            left = int32(row - column + 1 + more if row + more < T else 0)
+            for j in range(N // 4):
+                c = (i // 2 * N + 4 * j) * 4 + 2 * (i % 2)
                 for k in range(4):
-                    left, right = sums[c + 4 * k], sums[c + 4 * k + 1]
-                    swapped = cuda.shfl_xor_sync(FULL_MASK, left if odd else right, 1)
-                    x[k] = swapped if odd else left
-                    y[k] = right if odd else swapped
-                at = row + i // 4 * 32 + i % 4
-                store(preatt, z, at, column + 32 * j, x[0], x[1], x[2], x[3])
-                store(preatt, z, at, column + 32 * j + 8, y[0], y[1], y[2], y[3])
+                    first, second = sums[c + 4 * k] * scale, sums[c + 4 * k + 1] * scale
+                    swapped = cuda.shfl_xor_sync(FULL_MASK, first if odd else second, 1)
+                    x[k] = swapped if odd else first
+                    y[k] = second if odd else swapped
+                store(preatt, at + more * T + 32 * j, left - 32 * j, x[0], x[1], x[2], x[3])
+                store(preatt, at + more * T + 32 * j + 8, left - 32 * j - 8, y[0], y[1], y[2], y[3])
 
     return store_sums
 
@@ -328,17 +357,14 @@ def store_tf32(aligned: bool):
 def tile_kernel(tile: engine.Tile, tf32: bool, qkv_aligned: bool, preatt_aligned: bool):
     """The kernel of version 4, or with tf32 of version 5."""
     WM, WN, SUMS = tile.WM, tile.WN, tile.WM * tile.WN // 32
-    ROWS, STAGE = TILE * BK, 2 * TILE * BK
+    ROWS, STAGE, WHOLE = TILE * BK, 2 * TILE * BK, BK // 4
     copy = engine.copy_tile(False, TILE, tile.threads, qkv_aligned, True)
-    if tf32:
-        multiply, _ = engine.tensor_core(tile, False, False, engine.STORE, preatt_aligned)
-        store_sums = store_tf32(preatt_aligned)
-    else:
-        multiply, store_sums = multiply_fp32, store_fp32(preatt_aligned)
+    multiply = multiply_tf32() if tf32 else multiply_fp32
+    store_sums = store_tf32(preatt_aligned) if tf32 else store_fp32(preatt_aligned)
 
     @cuda.jit(fastmath=True, launch_bounds=(tile.threads, tile.blocks))
     def trimat_tile_kernel(preatt, qkv, NH, hs, T, scale):
-        """preatt (B*NH,T,T), qkv (B*T,3C)."""
+        """preatt (B*NH*T*T,), qkv (B*T,3C)."""
         shared = cuda.shared.array(0, float32, alignment=16)  # two stages, each a tile of q and one of k
         sums = cuda.local.array(SUMS, float32)
         z, first_row, first_column = place_of(int32(cuda.blockIdx.x), T)
@@ -346,33 +372,30 @@ def tile_kernel(tile: engine.Tile, tf32: bool, qkv_aligned: bool, preatt_aligned
             return
         lane, warp = int32(cuda.threadIdx.x) & 31, int32(cuda.threadIdx.x) >> 5
         warp_row, warp_column = warp // (TILE // WN) * WM, warp % (TILE // WN) * WN
-        row, column = first_row + warp_row, first_column + warp_column
-        busy = row < T and column < row + WM and column < T  # else the warp's tile is no part of the triangle
-        b, q = z // NH * T, z % NH * hs
-        k, width = q + NH * hs, 3 * NH * hs
-        for step in range(2):
-            copy(shared, step * STAGE, qkv, b + first_row, q + step * BK, b + T, width, q + hs)
-            copy(shared, step * STAGE + ROWS, qkv, b + first_column, k + step * BK, b + T, width, k + hs)
-            cp_async_commit()
+        row, column = int32(first_row + warp_row), int32(first_column + warp_column)
+        busy = row < T and column < T and column < row + WM  # else the warp's tile is no part of the triangle
+        q, width = int32(z % NH * hs), int32(3 * NH * hs)
+        k, b = int32(q + NH * hs), int32(z // NH * T)
         for i in range(SUMS):
             sums[i] = float32(0)
-        now, step = int32(0), int32(0)
-        while step < hs:
+        for start in range(0, hs, 2 * BK):
+            for step in range(2):
+                c = start + step * BK
+                copy(shared, step * STAGE, qkv, b + first_row, q + c, b + T, width, q + hs)
+                copy(shared, step * STAGE + ROWS, qkv, b + first_column, k + c, b + T, width, k + hs)
+                cp_async_commit()
+            pieces = int32((hs - start + 3) // 4)
             cp_async_wait(1)
             cuda.syncthreads()
             if busy:
-                multiply(sums, shared, now, now + ROWS, warp_row, warp_column, lane)
-            if step + 2 * BK < hs:
-                cuda.syncthreads()
-                copy(shared, now, qkv, b + first_row, q + step + 2 * BK, b + T, width, q + hs)
-                copy(shared, now + ROWS, qkv, b + first_column, k + step + 2 * BK, b + T, width, k + hs)
-            cp_async_commit()
-            now = STAGE - now
-            step += int32(BK)
+                multiply(sums, shared, 0, ROWS, warp_row, warp_column, lane, min(pieces, WHOLE))
+            cp_async_wait(0)
+            cuda.syncthreads()
+            if busy and pieces > WHOLE:
+                multiply(sums, shared, STAGE, STAGE + ROWS, warp_row, warp_column, lane, min(pieces - WHOLE, WHOLE))
+            cuda.syncthreads()
         if busy:
-            for i in range(SUMS):
-                sums[i] *= scale
-            store_sums(preatt, int64(z), row, column, sums, lane)
+            store_sums(preatt, int64(z) * T * T, row, column, T, sums, scale, lane)
 
     return trimat_tile_kernel
 
@@ -382,7 +405,7 @@ def launch_tiles(tile, preatt, qkv, NH, tf32, stream):
     kernel = tile_kernel(tile, tf32, hs % 4 == 0 and engine.is_aligned(qkv), engine.is_aligned(preatt))
     launch = big_shared(kernel, tiles(Z, T), tile.threads, stream, tile.shared(False, False))
     scale = float32(1 / math.sqrt(hs))
-    launch(preatt.reshape(Z, T, T), qkv.reshape(Z // NH * T, -1), int32(NH), int32(hs), int32(T), scale)
+    launch(preatt.reshape(-1), qkv.reshape(Z // NH * T, -1), int32(NH), int32(hs), int32(T), scale)
 
 
 @trimat_forward.version(4, "16-byte shared reads without bank conflicts, cp.async, 16-byte stores", needs_cc=(8, 0))
