@@ -11,9 +11,9 @@ name different masks, a shuffle that reads a lane that has exited, a barrier tha
 arrays start as NaN (integers: POISON), so that reading what nobody wrote shows.
 
 Numbers are NumPy's. Floats loaded from a float32 array stay float32 through arithmetic and through `math`, as they do in
-Numba. Two differences remain. A bare 0.5, or an integer, takes the type of the float32 that it meets; Numba goes on in
-float64 from there, which is slower on a GPU, never less exact. And integers are Python's, that never overflow; Numba's are
-64 bits wide, once computed with.
+Numba. Two differences remain. A bare 0.5 in the source, or an integer, takes the type of the float32 that it meets; Numba
+goes on in float64 from there, which is slower on a GPU, never less exact. And integers are Python's, that never overflow;
+Numba's are 64 bits wide, once computed with.
 
 What only a GPU can do: blocks that wait for one another (they run in turn here, and one that spins would spin for ever).
 """
@@ -173,11 +173,13 @@ class LocalArray(dict):
 
 
 def checked(value):
-    """A kernel's argument as the kernel sees it: an array's indices are checked."""
+    """A kernel's argument as the kernel sees it: an array whose indices are checked, or a number."""
     if isinstance(value, np.ndarray):
         return (IntArray if value.dtype.kind in "iu" else Array)(value)
     if isinstance(value, np.integer):
         return int(value)
+    if value.__class__ is float:
+        return np.float64(value)  # as Numba has it; a plain float would turn into the float32 that it meets
     return tuple(map(checked, value)) if isinstance(value, tuple) else value
 
 
@@ -265,7 +267,7 @@ _ONE = np.float32(1)
 
 
 def float64(x=0.0):
-    return float(x)
+    return np.float64(x)
 
 
 def int32(x=0):
@@ -288,7 +290,7 @@ for _type in (float32, float64, int32, uint32, int64, uint64):
     _type.dtype = np.dtype(_type.__name__)
 
 # dtype -> the class whose values a local array may keep as they are, and what makes such a value of another
-_CASTS = {"float32": (np.float32, float32), "float64": (float, float64)}
+_CASTS = {"float32": (np.float32, float32), "float64": (np.float64, float64)}
 _CASTS |= {_type.__name__: (None, _type) for _type in (int32, uint32, int64, uint64)}
 
 
@@ -623,7 +625,7 @@ def _use_float32_math(function):
 
 
 def _ieee(name):
-    """A function of Python's math that gives float32 for float32, and infinity or NaN where Python raises."""
+    """A function of Python's math that gives float32 for float32, else float64, and infinity or NaN where Python raises."""
     function, vectorized = getattr(math, name), getattr(np, name, None)
 
     @functools.wraps(function)
@@ -631,8 +633,9 @@ def _ieee(name):
         try:
             y = function(x, *rest)
         except (ValueError, OverflowError):
-            y = float(vectorized(x, *rest))
-        return np.float32(y) if x.__class__ is np.float32 and (not rest or rest[0].__class__ is np.float32) else y
+            y = vectorized(x, *rest)
+        single = x.__class__ is np.float32 and (not rest or rest[0].__class__ is np.float32)
+        return np.float32(y) if single else np.float64(y)
 
     return call
 

@@ -12,7 +12,7 @@ import warnings
 import numpy as np
 import pytest
 
-from kernels.device import FULL_MASK, SIMULATE, TARGET, cuda, float32, int32, to_device, to_host
+from kernels.device import FULL_MASK, SIMULATE, TARGET, cuda, float32, float64, int32, to_device, to_host
 
 if SIMULATE:
     from kernels.simulator import POISON, SimulatorError
@@ -453,8 +453,10 @@ def test_overflow_is_silent():
 
 
 @cuda.jit
-def types_kernel(out, inp, ints, kinds):
+def types_kernel(out, inp, ints, number, kinds):
     x = inp[0]
+    for y in (number, number * x, float64(x), float64(x) * x, math.exp(number), math.pow(number, x)):
+        kinds.append(type(y))
     for y in (x * x, 2 * x, math.exp(x), math.tanh(x), math.pow(x, x), float32(1.5), abs(x), max(x, x), x / 3):
         kinds.append(type(y))
     kinds.append(type(ints[0]))
@@ -464,10 +466,10 @@ def types_kernel(out, inp, ints, kinds):
 
 
 @simulated
-def test_a_float32_stays_one_and_integers_are_python_s():
+def test_numbers_have_the_types_that_numba_gives_them():
     out, inp, ints, kinds = np.zeros(1, np.float32), values(1), np.zeros(3, np.int32), []
-    types_kernel[1, 1](out, inp, ints, kinds)
-    assert kinds == [np.float32] * 9 + [int]
+    types_kernel[1, 1](out, inp, ints, 0.5, kinds)
+    assert kinds == [np.float64] * 6 + [np.float32] * 9 + [int]
     assert ints.tolist() == [5, -1, -(2**31)], "stores wrap round"
 
 
