@@ -90,7 +90,8 @@ def block_sum2(x, y):
 
 # Softmax needs the largest x of a row and then the sum of exp(x - largest). One pass is enough for both if a sum carries
 # the top that its powers refer to, and is scaled when the top rises (Milakov and Gimelshein 2018). Here it is a sum of
-# powers of 2: with top and x times log2(e), 2**(x - top) is one instruction after a fused multiply-add.
+# powers of 2, and top is the largest x times log2(e), rounded. The rounding does no harm as long as all powers refer to
+# the same top, itself included, and the product with log2(e) is not rounded before top is taken off: hence the fma.
 
 LOG2E = float32(math.log2(math.e))
 LN2 = float32(math.log(2))
@@ -98,21 +99,25 @@ LOWEST = float32(-1e38)  # below every logit. Not minus infinity: fastmath promi
 
 
 @cuda.jit(device=True, cache=True, fastmath=True)
+def power(x, top):
+    """2**(x log2(e) - top), which is exp(x) to a factor."""
+    return exp2_approx(cuda.fma(LOG2E, x, -top))
+
+
+@cuda.jit(device=True, cache=True, fastmath=True)
 def online_add(top, total, x):
     """(top, total) of some numbers, with one more."""
-    x *= LOG2E
-    if x > top:
-        return x, total * exp2_approx(top - x) + float32(1)
-    return top, total + exp2_approx(x - top)
+    if LOG2E * x > top:
+        total *= exp2_approx(top - LOG2E * x)
+        top = LOG2E * x
+    return top, total + power(x, top)
 
 
 @cuda.jit(device=True, cache=True, fastmath=True)
 def online_add4(top, total, a, b, c, d):
     """(top, total) of some numbers, with four more: one scaling for all of them, and no branch."""
     largest = max(top, LOG2E * max(max(a, b), max(c, d)))
-    powers = (exp2_approx(LOG2E * a - largest) + exp2_approx(LOG2E * b - largest)) + (
-        exp2_approx(LOG2E * c - largest) + exp2_approx(LOG2E * d - largest)
-    )
+    powers = (power(a, largest) + power(b, largest)) + (power(c, largest) + power(d, largest))
     return largest, total * exp2_approx(top - largest) + powers
 
 

@@ -41,7 +41,7 @@ from kernels.device import (
     store4_streaming,
 )  # fmt: skip
 from kernels.op import Op
-from kernels.reduce import LN2, LOG2E, LOWEST, block_max, block_online, block_sum, online_add, online_add4
+from kernels.reduce import LN2, LOG2E, LOWEST, block_max, block_online, block_sum, online_add, online_add4, power
 
 
 def classifier_inputs(rng, N, V, Vp):
@@ -85,7 +85,7 @@ def fused_classifier_kernel1(logits, losses, dloss, targets, V):
         for v in range(V):
             total += math.exp(logits[row, v] - largest)
         target = targets[row]
-        losses[row] = math.log(total) + largest - logits[row, target]
+        losses[row] = math.log(total) - (logits[row, target] - largest)
         norm, scale = float32(1 / total), float32(dloss)
         for v in range(V):
             prob = math.exp(logits[row, v] - largest) * norm
@@ -116,7 +116,7 @@ def fused_classifier_kernel2(logits, losses, dloss, targets, V):
     target_logit = logits[row, target]  # before the barrier in block_sum: after it somebody overwrites it
     total = block_sum(total)
     if thread == 0:
-        losses[row] = math.log(total) + largest - target_logit
+        losses[row] = math.log(total) - (target_logit - largest)
     scale = float32(dloss)
     for v in range(thread, V, threads):
         prob = math.exp(logits[row, v] - largest) / total
@@ -146,11 +146,11 @@ def fused_classifier_kernel3(logits, losses, dloss, targets, V):
     target_logit = logits[row, target]
     top, total = block_online(top, total)
     if thread == 0:
-        losses[row] = math.log(total) + LN2 * (top - LOG2E * target_logit)
+        losses[row] = math.log(total) - LN2 * cuda.fma(LOG2E, target_logit, -top)
     scale = float32(dloss)
     norm = scale / total
     for v in range(thread, V, threads):
-        logits[row, v] = exp2_approx(LOG2E * logits[row, v] - top) * norm - (scale if v == target else float32(0))
+        logits[row, v] = power(logits[row, v], top) * norm - (scale if v == target else float32(0))
     for v in range(V + thread, Vp, threads):
         logits[row, v] = float32(0)
 
@@ -181,11 +181,10 @@ def finish_target(logits, losses, row, target, target_logit, top, total, scale):
     """What is special about the target's column: the loss, and the gradient, which has to follow its neighbours' and so is
     written by the thread that has just written their piece."""
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    power = LOG2E * target_logit - top
     if thread == (target >> 2) % threads:
-        logits[row, target] = exp2_approx(power) * (scale / total) - scale
+        logits[row, target] = power(target_logit, top) * (scale / total) - scale
     if thread == 0:
-        losses[row] = math.log(total) - LN2 * power
+        losses[row] = math.log(total) - LN2 * cuda.fma(LOG2E, target_logit, -top)
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -230,8 +229,8 @@ def fused_classifier_kernel4(logits, losses, dloss, targets, V):
 @cuda.jit(device=True, cache=True, fastmath=True)
 def store_gradient(logits, i, a, b, c, d, top, norm):
     """Four logits become norm * 2**(logit - top) at element i."""
-    a, b = exp2_approx(LOG2E * a - top) * norm, exp2_approx(LOG2E * b - top) * norm
-    c, d = exp2_approx(LOG2E * c - top) * norm, exp2_approx(LOG2E * d - top) * norm
+    a, b = power(a, top) * norm, power(b, top) * norm
+    c, d = power(c, top) * norm, power(d, top) * norm
     store4_streaming(logits, i, a, b, c, d)
 
 
@@ -344,11 +343,11 @@ def make_fused_classifier_kernel6(V, Vp):
                 largest = LOWEST
                 for k in range(g * group, g * group + group):
                     largest = max(largest, max(max(x[k, 0], x[k, 1]), max(x[k, 2], x[k, 3])))
-                tops[g] = LOG2E * largest
+                tops[g] = max(LOWEST, LOG2E * largest)  # with no column here, all powers are 0
                 powers = float32(0)
                 for k in range(g * group, g * group + group):
                     for j in range(4):
-                        x[k, j] = exp2_approx(LOG2E * x[k, j] - tops[g])
+                        x[k, j] = power(x[k, j], tops[g])
                         powers += x[k, j]
                 larger = max(top, tops[g])
                 total = total * exp2_approx(top - larger) + powers * exp2_approx(tops[g] - larger)

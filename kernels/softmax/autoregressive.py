@@ -19,7 +19,7 @@ import numpy as np
 import cpu_reference
 from kernels.device import WARP, ceil_div, cuda, exp2_approx, float32, load4_streaming, need, store4_streaming
 from kernels.op import Op
-from kernels.reduce import LOG2E, LOWEST, online_add, warp_max, warp_online, warp_sum
+from kernels.reduce import LOG2E, LOWEST, online_add, power, warp_max, warp_online, warp_sum
 
 
 def lower_triangle(rng, B, NH, T):
@@ -84,7 +84,7 @@ def softmax_autoregressive_forward_kernel1(att, preatt, scale):
             top, total = online_add(top, total, s * preatt[row, c])
         norm = float32(1) / total
         for c in range(t + 1):
-            att[row, c] = exp2_approx(LOG2E * (s * preatt[row, c]) - top) * norm
+            att[row, c] = power(s * preatt[row, c], top) * norm
         for c in range(t + 1, T):
             att[row, c] = float32(0)
 
@@ -109,7 +109,7 @@ def softmax_autoregressive_forward_kernel2(att, preatt, scale):
         top, total = warp_online(top, total)
         norm = float32(1) / total
         for c in range(lane, T, WARP):
-            att[row, c] = exp2_approx(LOG2E * (s * preatt[row, c]) - top) * norm if c <= t else float32(0)
+            att[row, c] = power(s * preatt[row, c], top) * norm if c <= t else float32(0)
 
 
 @softmax_autoregressive_forward.version(2, "a warp a row")
@@ -119,9 +119,6 @@ def softmax_autoregressive_forward2(att, preatt, scale, *, block_size=256, strea
 
 
 PIECES3 = 16  # of 16 bytes, that a lane can hold of a row: T up to 2048
-
-
-BLOCKED = float32(-1e30)  # a score right of the diagonal
 
 
 @cuda.jit(device=True, cache=True)
@@ -145,16 +142,17 @@ def make_softmax_autoregressive_forward_kernel3(T):
             t, s = row % T, float32(scale) * LOG2E
             for k in range(pieces):
                 x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load_left(preatt, row, first + 4 * WARP * k, t)
-            top = BLOCKED
+            top = LOWEST
             for k in range(pieces):
                 for j in range(4):
-                    x[k, j] = s * x[k, j] if first + 4 * WARP * k + j <= t else BLOCKED
-                    top = max(top, x[k, j])
+                    if first + 4 * WARP * k + j <= t:
+                        top = max(top, s * x[k, j])
             top = warp_max(top)
             total = float32(0)
             for k in range(pieces):
                 for j in range(4):
-                    x[k, j] = exp2_approx(x[k, j] - top)
+                    c = first + 4 * WARP * k + j
+                    x[k, j] = exp2_approx(cuda.fma(s, x[k, j], -top)) if c <= t else float32(0)
                     total += x[k, j]
             norm = float32(1) / warp_sum(total)
             for k in range(pieces):

@@ -40,6 +40,7 @@ from kernels.reduce import (
     block_sum,
     online_add,
     online_add4,
+    power,
     warp_max,
     warp_sum,
 )
@@ -51,7 +52,7 @@ softmax_forward = Op(
     bytes_moved=lambda N, C: 2 * 4 * N * C,
     shape={"N": 8192, "C": 50257},
     small={"N": 3, "C": 100},
-    odd=[{"N": N, "C": C} for N, C in ((3, 1), (5, 3), (2, 4), (5, 33), (2, 768), (5, 1601), (6, 4099))],
+    odd=[{"N": N, "C": C} for N, C in ((3, 1), (5, 3), (2, 4), (5, 33), (2, 768), (5, 1601), (5, 4099), (1, 4999))],
 )
 
 
@@ -189,7 +190,7 @@ def softmax_forward_kernel5(out, inp):
             top, total = online_add(top, total, inp[row, c])
         norm = float32(1 / total)
         for c in range(C):
-            out[row, c] = exp2_approx(LOG2E * inp[row, c] - top) * norm
+            out[row, c] = power(inp[row, c], top) * norm
 
 
 @softmax_forward.version(5, "online: maximum and sum in one pass, a thread a row")
@@ -207,7 +208,7 @@ def softmax_forward_kernel6(out, inp):
     top, total = block_online(top, total)
     norm = float32(1) / total
     for c in range(thread, C, threads):
-        out[row, c] = exp2_approx(LOG2E * inp[row, c] - top) * norm
+        out[row, c] = power(inp[row, c], top) * norm
 
 
 @softmax_forward.version(6, "online, a block a row")
@@ -232,8 +233,8 @@ def ragged(start, C, thread):
 
 @cuda.jit(device=True, cache=True, fastmath=True)
 def store_probabilities(out, i, a, b, c, d, top, norm):
-    a, b = exp2_approx(LOG2E * a - top) * norm, exp2_approx(LOG2E * b - top) * norm
-    c, d = exp2_approx(LOG2E * c - top) * norm, exp2_approx(LOG2E * d - top) * norm
+    a, b = power(a, top) * norm, power(b, top) * norm
+    c, d = power(c, top) * norm, power(d, top) * norm
     store4_streaming(out, i, a, b, c, d)
 
 
@@ -246,7 +247,9 @@ def softmax_forward_kernel7(out, inp):
     first, end, rounds = 4 * thread, 4 * pieces, pieces // (4 * threads) * 4 * step  # where rounds of four pieces end
     x = cuda.local.array((4, 4), float32)
     edge_x = inp[row, edge] if edge < C else LOWEST
-    top, total = LOG2E * edge_x, float32(1 if edge < C else 0)
+    top, total = LOWEST, float32(0)
+    if edge < C:
+        top, total = online_add(top, total, edge_x)
     c = first
     while c < rounds:
         for k in range(4):  # all four loads are under way before the first is needed
@@ -261,7 +264,7 @@ def softmax_forward_kernel7(out, inp):
     top, total = block_online(top, total)
     norm = float32(1) / total
     if edge < C:
-        out[row, edge] = exp2_approx(LOG2E * edge_x - top) * norm
+        out[row, edge] = power(edge_x, top) * norm
     c = rounds + first
     while c < end:
         x[0, 0], x[0, 1], x[0, 2], x[0, 3] = load4(inp, base + c)
@@ -315,16 +318,18 @@ def make_softmax_forward_kernel8(C):
         )
         edge_x = inp[row, edge] if edge < C else LOWEST
         while row < N:
-            top, total = LOG2E * edge_x, float32(1 if edge < C else 0)
+            top, total = LOWEST, float32(0)
+            if edge < C:
+                top, total = online_add(top, total, edge_x)
             for g in range(groups):
                 largest = LOWEST
                 for k in range(g * group, g * group + group):
                     largest = max(largest, max(max(x[k, 0], x[k, 1]), max(x[k, 2], x[k, 3])))
-                tops[g] = LOG2E * largest
+                tops[g] = max(LOWEST, LOG2E * largest)  # with no column here, all powers are 0
                 powers = float32(0)
                 for k in range(g * group, g * group + group):
                     for j in range(4):
-                        x[k, j] = exp2_approx(LOG2E * x[k, j] - tops[g])
+                        x[k, j] = power(x[k, j], tops[g])
                         powers += x[k, j]
                 larger = max(top, tops[g])
                 total = total * exp2_approx(top - larger) + powers * exp2_approx(tops[g] - larger)
@@ -337,7 +342,7 @@ def make_softmax_forward_kernel8(C):
                     for j in range(4):
                         x[k, j] *= factor
             if edge < C:
-                out[row, edge] = exp2_approx(LOG2E * edge_x - top) * norm
+                out[row, edge] = power(edge_x, top) * norm
             to, more, mine = first, row + rows < N, thread + last * THREADS8 < whole
             row += rows
             head, whole, edge = ragged(row * C, C, thread)
