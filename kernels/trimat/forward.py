@@ -242,8 +242,10 @@ def lane_place(lane):
 
 @cuda.jit(device=True, cache=True)
 def multiply_fp32(sums, shared, at_q, at_k, row, column, lane, pieces):
-    """sums[8 i + j] += the products of a step of 4 * pieces channels for a warp's tile of 32 x 64. Lane (y, x) has rows 4 y to 4 y + 3 of each 16,
-    and columns 4 x to 4 x + 3 of each 32: the rows of the tiles that half a warp reads at once lie in different banks."""
+    """sums[8 i + j] += the products of a step of 4 * pieces channels for a warp's tile of 32 x 64.
+
+    Lane (y, x) has rows 4 y to 4 y + 3 of each 16, and columns 4 x to 4 x + 3 of each 32: the rows of the tiles that half a
+    warp reads at once lie in different banks."""
     a = cuda.local.array((2, 4), float32)  # one is loaded while the other is multiplied
     b = cuda.local.array((8, 4), float32)
     y, x = lane_place(lane)
