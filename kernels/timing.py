@@ -62,13 +62,15 @@ def flush_kernel(trash, never):
 
 
 def time_launches(launch: Callable[[], None], repeats: int = 30) -> Times:
-    """The time on the GPU of whatever `launch` queues on the default stream. It is called once more before, to warm up."""
+    """The time on the GPU of whatever `launch` queues on the default stream. It is called twice more before, to warm up and to
+    see what it costs: what takes long is repeated less often, five times at least."""
     launch()
     cuda.synchronize()
     began = time.perf_counter()
     launch()
     host_seconds = time.perf_counter() - began
     cuda.synchronize()
+    repeats = max(5, min(repeats, int(0.3 / (time.perf_counter() - began))))
     l2_bytes = cuda.get_current_device().L2_CACHE_SIZE
     trash = scratch("flush", 2 * l2_bytes // 4)
     hold = uint64(int(2e9 * host_seconds) + 300_000)
