@@ -8,16 +8,21 @@ for the GPU and in cpu_reference.py for the CPU.
 """
 
 import codecs
+import contextlib
 import math
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C until main runs: no traceback of an import
+
 import numpy as np
 
-from data.files import DataError
+from data.files import DataError, die_of_ctrl_c, heed_ctrl_c
 
 # numba and all that needs it are imported further down, so that the first line stands there at once.
 
@@ -236,18 +241,27 @@ class Logger:
     """The log file, or none. Each line is in it as soon as it is written."""
 
     def __init__(self, path: str | None):
-        try:
+        self.path = path
+        with self.naming_it():
             self.file = path and open(path, "w", buffering=1)
+
+    @contextlib.contextmanager
+    def naming_it(self):
+        try:
+            yield
         except OSError as error:
-            raise DataError(f"-o {path}: it cannot be written ({error.strerror}): name another file") from None
+            raise DataError(f"-o {self.path}: it cannot be written ({error.strerror}): name another file") from None
 
     def log_val(self, step: int, loss: float) -> None:
-        if self.file:
-            self.file.write(f"s:{step} tel:{loss:.4f}\n")
+        self.write(f"s:{step} tel:{loss:.4f}\n")
 
     def log_train(self, step: int, loss: float) -> None:
-        if self.file:
-            self.file.write(f"s:{step} trl:{loss:.4f}\n")
+        self.write(f"s:{step} trl:{loss:.4f}\n")
+
+    def write(self, line: str) -> None:
+        with self.naming_it():
+            if self.file:
+                self.file.write(line)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -364,7 +378,8 @@ def train(args: dict) -> None:
         speed = f"{1000 * seconds:f} ms, {int(B * T / seconds)} tok/s"
         print(f"step {step + 1:4d}/{num_steps}: train loss {loss:f} ({speed})", flush=True)
         if not (math.isfinite(loss) and math.isfinite(model.grad_norm)):
-            raise DataError(f"step {step + 1}: no finite number since {model.first_nonfinite()}: lower the learning rate (-l)")
+            remedy = "lower the learning rate (-l)" if step else "start from other weights (-e)"
+            raise DataError(f"step {step + 1}: no finite number since {model.first_nonfinite()}: {remedy}")
     print(f"total average iteration time: {1000 * total_seconds / num_steps:f} ms", flush=True)
 
     if args["--profile"]:
@@ -375,11 +390,14 @@ def train(args: dict) -> None:
 
 def main() -> None:
     verbose = "--verbose" in sys.argv
-    sys.stdout.reconfigure(errors="replace")
+    heed_ctrl_c()
+    if sys.stdout:  # None where the shell closed it
+        sys.stdout.reconfigure(errors="replace")
     np.seterr(all="ignore")  # what is no finite number is found where the loss is
     try:
         train(read_flags(sys.argv[1:]))
     except KeyboardInterrupt:
+        die_of_ctrl_c()
         print("\nstopped by Ctrl-C", flush=True)
         sys.exit(130)
     except BrokenPipeError:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import DATA_FOLDER, DataError, shown, write_tokens
+from data.files import DATA_FOLDER, DataError, shown, write_tokens, writing_tokens
 from data.tokenizer import END_OF_TEXT, encode
 
 TINY_SHAKESPEARE = DATA_FOLDER / "tiny_shakespeare"
@@ -31,8 +31,8 @@ def prepare(documents: Iterable[str], prefix: str | Path, val_tokens: int) -> tu
             f"the text for {prefix} has {len(tokens):,} tokens, more than {val_tokens:,} are needed: give a longer one"
         )
     train, val = token_files(prefix)
-    write_tokens(val, np.array(tokens[:val_tokens]))
-    write_tokens(train, np.array(tokens[val_tokens:]))
+    with writing_tokens(val, np.array(tokens[:val_tokens])):  # both or neither: half of two data sets is none
+        write_tokens(train, np.array(tokens[val_tokens:]))
     return len(tokens) - val_tokens, val_tokens
 
 

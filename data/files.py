@@ -7,7 +7,10 @@ header 20240520, 1, count; then count uint16 tokens. The checkpoint is in checkp
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import threading
+from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +82,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if path.exists() and not path.is_file():  # a device, say: another file must not take its place
+            raise OSError("it is no regular file")
         with open(temporary, "wb") as file:
             yield file
             file.flush()
@@ -104,12 +109,21 @@ def read_tokens(path: str | Path) -> np.ndarray:
 
 def write_tokens(path: str | Path, tokens: np.ndarray) -> None:
     """tokens: integers (count,), each from 0 to 65535."""
+    with writing_tokens(path, tokens):
+        pass
+
+
+@contextlib.contextmanager
+def writing_tokens(path: str | Path, tokens: np.ndarray) -> Iterator[None]:
+    """As write_tokens, but the file gets its name at the end of the block, and only if nothing failed there."""
     tokens = np.asarray(tokens)
     if not 0 < tokens.size <= MAX_TOKEN_COUNT or tokens.min() < 0 or tokens.max() > 0xFFFF:
         raise ValueError(f"a token file holds 1 to {MAX_TOKEN_COUNT:,} tokens, each from 0 to 65535")
     with replacing(path) as file:
         file.write(TOKENS.pack_header(tokens.size))
         file.write(np.ascontiguousarray(tokens, "<u2").data)
+        file.flush()
+        yield
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, path: str | Path) -> None:
@@ -138,12 +152,32 @@ class Arguments(argparse.ArgumentParser):
         sys.exit(f"{self.prog}: {message} (--help shows the flags)")
 
 
+def heed_ctrl_c() -> None:
+    """From here on Ctrl-C raises KeyboardInterrupt. A call of LLVM's back into Python would swallow that: it comes again."""
+
+    def unraisable(what) -> None:
+        if what.exc_type is KeyboardInterrupt:
+            threading.Timer(0.01, interrupt_main).start()
+        else:
+            sys.__unraisablehook__(what)
+
+    sys.unraisablehook = unraisable
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def die_of_ctrl_c() -> None:
+    """From here on Ctrl-C ends the program at once, without a word: while it imports, and while it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run_script(main: Callable[[], None]) -> None:
     """Runs main; bad input ends it with one line and exit status 1, Ctrl-C with one line and 130."""
+    heed_ctrl_c()
     try:
         main()
     except DataError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
+        die_of_ctrl_c()
         print("\nstopped: run it again to go on", file=sys.stderr)
         sys.exit(130)

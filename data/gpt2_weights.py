@@ -9,12 +9,14 @@ layers and keeps matrices as (out, in), and pads the vocabulary with rows of zer
 """
 
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # a script's own folder is there: the repo's root should be
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all else is imported: no traceback
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -88,12 +90,16 @@ class PublishedWeights:
             if len(self.shape(name)) != 2:
                 raise DataError(f"{self.path}: {name} has shape {self.shape(name)}, GPT-2's is a matrix")
         V, C = self.shape("wte.weight")
-        layers = [int(match[1]) for name in self.names if (match := re.match(r"h\.(\d+)\.", name))]
+        max_seq_len = self.shape("wpe.weight")[0]
+        layers = {int(match[1]) for name in self.names if (match := re.match(r"h\.(\d+)\.", name))}
         num_heads = num_heads or max(1, C // HEAD_SIZE)
-        if not layers or C % num_heads != 0:
-            raise DataError(f"{self.path}: {len(layers)} layers, C {C} and {num_heads} heads are no GPT-2: see --heads")
+        if min(max_seq_len, V, C, len(layers)) == 0 or C % num_heads != 0:
+            sizes = f"max_seq_len {max_seq_len}, V {V}, {len(layers)} layers, C {C} and {num_heads} heads"
+            raise DataError(f"{self.path}: {sizes} are no GPT-2: see --heads")
+        if missing := set(range(len(layers))) - layers:
+            raise DataError(f"{self.path} lacks layer {min(missing)} of {len(layers)}: download it again")
         Vp = -(-V // 128) * 128
-        return GPT2Config(self.shape("wpe.weight")[0], V, Vp, max(layers) + 1, num_heads, C)
+        return GPT2Config(max_seq_len, V, Vp, len(layers), num_heads, C)
 
     def parameters(self, config: GPT2Config) -> Iterator[np.ndarray]:
         """Yields the checkpoint's parameters in their order, a tensor of a layer at a time. Raises DataError."""
@@ -143,7 +149,7 @@ def main() -> None:
     size = size or next((name for name, known in CONFIGS.items() if known == config), None)
     if args.out is None and size is None:
         parser.error(f"{source} is no published size: say with --out where to write it")
-    path = args.out or DATA_FOLDER.parent / f"gpt2_{size}.bin"
+    path = args.out if args.out is not None else DATA_FOLDER.parent / f"gpt2_{size}.bin"
     convert(source, path, config)
     if args.file is None:
         source.unlink()  # the checkpoint holds all of it

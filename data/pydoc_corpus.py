@@ -6,11 +6,13 @@ writes data/pydoc_topics_train.bin and _val.bin, about 118,000 and 20,480 tokens
 versions of Python, and are the same every time for one of them.
 """
 
+import signal
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # a script's own folder is there: the repo's root should be
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all else is imported: no traceback
 
 from data import corpus
 from data.files import Arguments, DataError, run_script, shown

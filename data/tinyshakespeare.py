@@ -6,11 +6,13 @@
 writes data/tiny_shakespeare_train.bin and _val.bin: 305,260 and 32,768 tokens.
 """
 
+import signal
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # a script's own folder is there: the repo's root should be
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all else is imported: no traceback
 
 from data import corpus
 from data.download import download, positive_seconds

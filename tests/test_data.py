@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from data import corpus, pydoc_corpus, tinyshakespeare
 from data.checkpoint import (
@@ -138,6 +139,22 @@ def test_an_unwritable_place_is_named(tmp_path):
     (tmp_path / "plain").write_text("")
     with pytest.raises(DataError, match=r"cannot write .*plain/t.bin \(Not a directory\)"):
         write_tokens(tmp_path / "plain" / "t.bin", [1])
+
+
+def test_a_device_or_a_pipe_keeps_its_place(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"cannot write .*pipe \(it is no regular file\)"):
+        write_tokens(tmp_path / "pipe", [1])
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_pair_that_cannot_be_written_whole_leaves_the_old_pair(tmp_path):
+    train, val = corpus.token_files(tmp_path / "x")
+    train.mkdir()
+    write_tokens(val, [7])
+    with pytest.raises(DataError, match="cannot write .*x_train.bin"):
+        corpus.prepare([EXCERPT], tmp_path / "x", 3)
+    assert read_tokens(val).tolist() == [7] and set(tmp_path.iterdir()) == {train, val}
 
 
 # ---- checkpoints
@@ -447,10 +464,50 @@ def test_a_missing_data_set_names_the_command_that_makes_it(tmp_path):
         corpus.require(tmp_path / "pydoc_topics")
 
 
-def test_ctrl_c_ends_a_script_in_one_line(capsys):
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("h.7.ln_1.weight", [1.0], "lacks layer 1 of 2"),
+        ("wpe.weight", np.zeros((0, 8)), "max_seq_len 0, V 3, 1 layers, C 8 and 1 heads are no GPT-2"),
+    ],
+)
+def test_weights_of_no_gpt2_are_refused_in_one_line(tmp_path, name, value, fault):
+    tensors = {"wte.weight": np.zeros((3, 8)), "wpe.weight": np.zeros((2, 8)), "h.0.ln_1.weight": np.zeros(8)}
+    save_file({key: np.array(tensor) for key, tensor in {**tensors, name: value}.items()}, tmp_path / "odd.safetensors")
+    result = run(REPO / "data/gpt2_weights.py", "--file", "odd.safetensors", "--out", "x.bin", cwd=tmp_path)
+    assert result.returncode == 1 and fault in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    "script", ["train_gpt2_fp32.py", "data/tinyshakespeare.py", "data/pydoc_corpus.py", "data/gpt2_weights.py"]
+)
+def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path, script):
+    (tmp_path / "numpy.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen([sys.executable, REPO / script], env=environment, text=True, **pipes) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == -signal.SIGINT  # a shell calls it 130
+
+
+def test_ctrl_c_while_c_calls_python_comes_again():
+    code = (
+        "import ctypes, signal, time; from data.files import heed_ctrl_c; heed_ctrl_c()\n"
+        "ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))()\n"
+        "try: time.sleep(30)\n"
+        "except KeyboardInterrupt: print('heard')"
+    )
+    result = run("-c", code)
+    assert (result.stdout, result.stderr) == ("heard\n", "")
+
+
+def test_ctrl_c_ends_a_script_in_one_line(capsys, monkeypatch):
     def main():
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own
     with pytest.raises(SystemExit) as end:
         run_script(main)
     assert end.value.code == 130

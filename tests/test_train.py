@@ -299,6 +299,7 @@ BAD = {
     "-e {tmp}/magic_train.bin": "{tmp}/magic_train.bin is not a checkpoint ",
     "-e {tmp}/cut.bin": "{tmp}/cut.bin is truncated, ",
     "-o {tmp}/no/folder/log": "-o {tmp}/no/folder/log: it cannot be written (No such file or directory): name another file",
+    "-o /dev/full": "-o /dev/full: it cannot be written (No space left on device): name another file",
     "--kernel layernorm_forward=99": "--kernel layernorm_forward=99: layernorm_forward has the versions 1",
     "--kernel layernorm_forward": "--kernel layernorm_forward: layernorm_forward has the versions 1",
     "--kernel sorting=1": "--kernel sorting=1: no op is called sorting; there are adamw_update, ",
@@ -341,6 +342,13 @@ def test_a_loss_that_is_no_number_ends_the_run_in_one_line(tiny):
     assert done.returncode == 1
     assert re.fullmatch(r"error: step \d+: no finite number since \w+.*: lower the learning rate \(-l\)\n", done.stderr)
     assert len(losses(done.stdout)) < 30
+
+
+def test_weights_that_are_no_numbers_are_told_from_a_high_learning_rate(tiny, tmp_path):
+    write_checkpoint(tmp_path / "nan.bin", CONFIG, np.full(CONFIG.num_parameters, np.nan, np.float32))
+    done = run(*tiny, "-e", tmp_path / "nan.bin", "-v", 0, "-s", 0, "-x", 3)
+    assert done.returncode == 1
+    assert done.stderr == "error: step 1: no finite number since activation encoded: start from other weights (-e)\n"
 
 
 # ---- how it ends ----
@@ -405,6 +413,13 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny):
     training.stdout.close()
     assert training.wait(timeout=60) == 1
     assert training.stderr.read() == ""
+
+
+def test_it_trains_with_its_output_closed(tiny, tmp_path):
+    flags = [*tiny, "-x", 1, "-v", 0, "-s", 0, "-o", tmp_path / "run.log"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, *map(str, flags)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"s:0 trl:\d+\.\d{4}\n", (tmp_path / "run.log").read_text())
 
 
 # ---- on the GPU ----
