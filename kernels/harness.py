@@ -5,14 +5,20 @@ Without a GPU the same check runs in the simulator on a small problem.
 
 import argparse
 import importlib.util
+import inspect
 import re
 import sys
+import traceback
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from data.files import die_of_ctrl_c, heed_ctrl_c
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 YOURS = 999  # the number under which a learner's launcher joins the ladder
@@ -31,10 +37,21 @@ class Parser(argparse.ArgumentParser):
 
 def main(layer: str, arguments: list[str] | None = None) -> None:
     """What `python kernels/<layer>/run.py` does. Exits with 1 where a version is wrong or the question makes no sense."""
-    from kernels.op import of_layer
+    heed_ctrl_c()
+    try:
+        from kernels.op import of_layer
 
-    ops = of_layer(layer)
-    asked = parse(layer, ops, arguments)
+        ops = of_layer(layer)
+        asked = parse(layer, ops, arguments)
+        answer(asked, ops)
+    except KeyboardInterrupt:
+        die_of_ctrl_c()
+        print("\nstopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
+
+
+def answer(asked: argparse.Namespace, ops: list) -> None:
+    """Runs what was asked, prints it and keeps it."""
     try:
         ops = [op for op in ops if asked.pass_ in (None, op.pass_, op.name)]
         if asked.list:
@@ -47,21 +64,26 @@ def main(layer: str, arguments: list[str] | None = None) -> None:
         if asked.version != "all":  # not all ops of a layer need to have it
             ops = [op for op in ops if int(asked.version) in op.versions] or ops
         rows = [row for op in ops for row in run(op, asked)]
-    except KeyboardInterrupt:
-        stop("stopped")
     except Exception as error:
         if asked.verbose:
             raise
-        stop(in_one_line(error))
+        stop(in_one_line(error, asked.file))
     if asked.json:
         from kernels.ladder import write_json
 
-        write_json(asked.json, rows)
+        keep("--json", asked.json, lambda: write_json(asked.json, rows))
     if asked.plot:
         from kernels.plot import plot_ladder
 
-        plot_ladder(rows, asked.plot)
+        keep("--plot", asked.plot, lambda: plot_ladder(rows, asked.plot))
     sys.exit(any(row.right is False for row in rows))
+
+
+def keep(flag: str, file: str, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:
+        stop(f"{flag} {file}: it cannot be written ({error.strerror}): name another file")
 
 
 def parse(layer: str, ops: list, arguments: list[str] | None) -> argparse.Namespace:
@@ -95,7 +117,9 @@ def parse(layer: str, ops: list, arguments: list[str] | None) -> argparse.Namesp
             stop(f"-{name} {size}: a size is 1 or more")
     if asked.block_size is not None and not (1 <= asked.block_size <= 1024):
         stop(f"--block-size {asked.block_size}: a block has 1 to 1024 threads")
-    if asked.version != "all" and not asked.version.isdigit():
+    if asked.seed < 0:
+        stop(f"--seed {asked.seed}: a seed is 0 or more")
+    if asked.version != "all" and not asked.version.isdecimal():
         stop(f"--version {asked.version}: use a number, or all")
     if asked.plot and Path(asked.plot).suffix not in (".svg", ".png"):
         stop(f"--plot {asked.plot}: name a .svg or a .png file")
@@ -220,13 +244,18 @@ def load_file(op, file: str) -> None:
     """Registers the function of the op's name in this file as one more version."""
     if not Path(file).is_file():
         stop(f"{file}: no such file; --template {file} writes one to start from")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    name = "your_kernel"  # whatever the file is called: numpy.py must not take numpy's place
+    spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, file))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     launcher = getattr(module, op.name, None)
     if not callable(launcher):
         stop(f"{file} has no function {op.name}({', '.join(op.arguments)}); --template FILE writes one to start from")
+    try:
+        inspect.signature(launcher).bind(*op.arguments)
+    except TypeError as error:
+        stop(f"{file}: {op.name} is called with ({', '.join(op.arguments)}): {error}")
     op.version(YOURS, f"{Path(file).name}")(launcher)
 
 
@@ -236,15 +265,19 @@ def write_template(op, file: str) -> None:
 
     if Path(file).exists():
         stop(f"{file} is there already: name another file")
-    Path(file).write_text(standing_alone(op.versions[min(n for n in op.versions if n)]))
+    source = standing_alone(op.versions[min(n for n in op.versions if n)])
+    keep("--template", file, lambda: Path(file).write_text(source))
     print(f"wrote {file}: change it, then run with --file {file}")
 
 
-def in_one_line(error: Exception) -> str:
-    """Numba's errors fill a screen. What matters is where in the kernel it is, and the sentence."""
+def in_one_line(error: Exception, file: str | None = None) -> str:
+    """Numba's errors fill a screen. What matters is where in the kernel it is, and the sentence. file: a learner's, whose
+    last line that ran is the place where Numba names none."""
     text = str(error)
     places = re.findall(r'File "([^"]+)", line (\d+)', text)
-    mine = [(file, line) for file, line in places if "site-packages" not in file]
+    mine = [(name, line) for name, line in places if "site-packages" not in name]
+    if file and Path(file).name not in text:
+        mine += [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     sentences = [
         line.strip()
         for line in text.splitlines()

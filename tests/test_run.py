@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -70,6 +71,9 @@ def test_list_names_every_version(capsys):
         (["--pass", "sideways"], "invalid choice: 'sideways'"),
         (["--file", "nowhere.py"], "nowhere.py: no such file; --template nowhere.py writes one to start from"),
         (["--plot", "ladder.docx"], "--plot ladder.docx: name a .svg or a .png file"),
+        (["--version", "²"], "--version ²: use a number, or all"),
+        (["--seed", "-1"], "--seed -1: a seed is 0 or more"),
+        (["--template", "no/folder.py"], "--template no/folder.py: it cannot be written (No such file or directory)"),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
@@ -108,6 +112,44 @@ def test_a_file_without_the_function_is_told_its_name(capsys, tmp_path):
     file.write_text("x = 1\n")
     code, _, errors = run(capsys, "--file", str(file), "--pass", "forward")
     assert code == 1 and "has no function gelu_forward(out, inp)" in errors
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("def gelu_forward(out): ...", "mine.py: gelu_forward is called with (out, inp): too many positional arguments"),
+        ("x = 1\nraise ValueError('no')", "mine.py:2: no"),
+        ("def gelu_forward(", "(mine.py, line 1)"),
+    ],
+)
+def test_a_file_that_fails_is_named_with_the_line(capsys, tmp_path, source, told):
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    code, _, errors = run(capsys, "--file", str(file), "--pass", "forward")
+    assert code == 1 and told in errors and errors.count("\n") == 1
+
+
+@simulator_only
+@pytest.mark.parametrize("name", ["numpy.py", "mine.txt"])
+def test_a_file_may_have_any_name(capsys, tmp_path, name):
+    file = str(tmp_path / name)
+    run(capsys, "--template", file, "--pass", "forward")
+    code, output, _ = run(capsys, "--file", file, "--pass", "forward", "--version", "1")
+    assert code == 0 and name in output
+
+
+def test_ctrl_c_ends_it_in_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own
+    (tmp_path / "mine.py").write_text("raise KeyboardInterrupt")
+    code, _, errors = run(capsys, "--file", str(tmp_path / "mine.py"), "--pass", "forward")
+    assert (code, errors) == (130, "\nstopped by Ctrl-C\n")
+
+
+@simulator_only
+def test_a_result_that_cannot_be_kept_is_said_after_the_table(capsys, tmp_path):
+    code, output, errors = run(capsys, "--pass", "forward", "--version", "1", "--json", str(tmp_path))
+    assert code == 1 and "a thread an element" in output
+    assert f"--json {tmp_path}: it cannot be written (Is a directory): name another file" in errors
 
 
 @simulator_only
