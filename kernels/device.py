@@ -24,8 +24,8 @@ from kernels.intrinsics import *  # noqa: E402, F403  (after cuda is known)
 
 __all__ = [
     "FULL_MASK", "SIMULATE", "TARGET", "WARP", "OutOfMemory", "ShapeError", "allocate", "big_shared", "ceil_div",
-    "compute_capability", "cuda", "float32", "float64", "int32", "int64", "multiprocessors", "need", "scratch",
-    "shared_limit", "synchronize", "to_device", "to_host", "uint32", "uint64", "zero",
+    "compute_capability", "cuda", "float32", "float64", "int32", "int64", "keep_compiled", "multiprocessors",
+    "need", "scratch", "shared_limit", "synchronize", "to_device", "to_host", "uint32", "uint64", "zero",
 ]  # fmt: skip
 
 WARP = 32
@@ -114,6 +114,15 @@ def _raise_shared_limit(kernel, config) -> None:
     (error,) = driver.cuKernelSetAttribute(attribute, config.sharedmem, function.handle, cuda.get_current_device().id)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{config.sharedmem} bytes of shared memory a block: {error.name}")
+
+
+def keep_compiled(kernel, *key):
+    """Caches on disk a kernel that a factory made, under the factory's arguments. Numba's own key for a closure is what it
+    closes over; where that holds device functions it is another one in every process, and nothing would be found again."""
+    if TARGET == "gpu":
+        kernel.enable_caching()
+        kernel._cache._index_key = lambda signature, codegen: (signature, codegen.magic_tuple(), repr(key))
+    return kernel
 
 
 def compute_capability() -> tuple[int, int]:

@@ -1,13 +1,23 @@
 """Matmul backward: dinp = dout @ weight and dweight = dout.T @ inp, what matmul_forward's gradient takes.
 
+Both are the forward's product in another layout: what is summed over lies apart in one operand or in both. The engine
+takes all layouts, so the ladder is short.
+
 version 0: cuBLASLt, with its own epilogues
+version 1: a thread an element; with GELU: cuBLASLt, then our GELU's backward
+version 8: the engine in fp32
+version 10: the engine in TF32 on the tensor cores (11 where an epilogue is fused)
+version 12: wgmma; what it wants the other way round is transposed first, the smaller operand
 """
 
 import numpy as np
 
 import cpu_reference
 from kernels import cublas
-from kernels.matmul.forward import ATTPROJ, FC, FCPROJ, HEAD, ODD, QKV, SMALL, product_bytes, product_flops
+from kernels.device import ceil_div, cuda, float32, scratch
+from kernels.gelu.backward import gelu_backward
+from kernels.matmul import engine, wgmma
+from kernels.matmul.forward import ATTPROJ, FC, FCPROJ, HEAD, ODD, QKV, SMALL, product_bytes, product_flops, sizes_of
 from kernels.op import Op
 
 matmul_backward_input = Op(
@@ -19,6 +29,7 @@ matmul_backward_input = Op(
     outputs=lambda N, C, OC: {"dinp": (N, C)},
     bytes_moved=product_bytes,
     flops=product_flops,
+    sizes=sizes_of,
     shape=FC,
     small=SMALL,
     odd=ODD,
@@ -35,6 +46,7 @@ matmul_gelu_backward_input = Op(
     outputs=lambda N, C, OC: {"dinp": (N, C)},
     bytes_moved=lambda N, C, OC: product_bytes(N, C, OC) + 4 * N * C,
     flops=product_flops,
+    sizes=sizes_of,
     shape=FCPROJ,
     small=SMALL,
     odd=ODD,
@@ -59,6 +71,7 @@ matmul_backward_weight = Op(
     changed=("dweight",),
     bytes_moved=lambda N, C, OC, accumulate=1: product_bytes(N, C, OC) + 4 * accumulate * OC * C,
     flops=lambda N, C, OC, accumulate=1: product_flops(N, C, OC),
+    sizes=sizes_of,
     shape=FC | {"accumulate": 0},
     small=SMALL,
     odd=ODD + [shape | {"accumulate": 0} for shape in ODD[:2]],
@@ -85,3 +98,113 @@ def matmul_backward_weight0(dweight, dout, inp, accumulate, *, tf32=True, stream
     """dweight (OC,C), dout (N,OC), inp (N,C): float32, on the device; accumulate a bool."""
     dweight, dout, inp = map(cublas.Matrix.of, (dweight, dout, inp))
     cublas.product(dweight, dout, inp, trans_a=True, add=dweight if accumulate else None, tf32=tf32, stream=stream)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def matmul_backward_input_kernel1(dinp, dout, weight):
+    c, n = cuda.grid(2)
+    N, C = dinp.shape
+    if n < N and c < C:
+        total = float32(0)
+        for o in range(weight.shape[0]):
+            total += dout[n, o] * weight[o, c]
+        dinp[n, c] = total
+
+
+@matmul_backward_input.version(1, "a thread an element of dinp")
+def matmul_backward_input1(dinp, dout, weight, *, stream=0):
+    """As matmul_backward_input0."""
+    N, C = dinp.shape
+    matmul_backward_input_kernel1[(ceil_div(C, 32), ceil_div(N, 8)), (32, 8), stream](dinp, dout, weight)
+
+
+@matmul_backward_input.version(8, "the engine in fp32: register tiles, cp.async, three stages")
+def matmul_backward_input8(dinp, dout, weight, *, stream=0):
+    """As matmul_backward_input0."""
+    engine.multiply(dinp, dout, weight, b_m_major=True, tf32=False, stream=stream)
+
+
+@matmul_backward_input.version(10, "the engine in TF32", precision="tf32", needs_cc=(8, 0))
+def matmul_backward_input10(dinp, dout, weight, *, stream=0):
+    """As matmul_backward_input0."""
+    engine.multiply(dinp, dout, weight, b_m_major=True, stream=stream)
+
+
+@matmul_backward_input.version(12, "wgmma, the weight transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_backward_input12(dinp, dout, weight, *, stream=0):
+    """As matmul_backward_input0; C and OC multiples of 4."""
+    wgmma.multiply(dinp, dout, wgmma.transpose(weight, stream), stream=stream)
+
+
+@matmul_gelu_backward_input.version(1, "two kernels: cuBLASLt, then our GELU's backward", precision="either", needs=cublas.missing)
+def matmul_gelu_backward_input1(dinp, dout, weight, pre, *, tf32=True, stream=0):
+    """As matmul_gelu_backward_input0, any C."""
+    dgelu = scratch("matmul_gelu_backward_input1", dinp.shape)
+    matmul_backward_input0(dgelu, dout, weight, tf32=tf32, stream=stream)
+    gelu_backward.versions[3](*(array.reshape(array.size) for array in (dinp, pre, dgelu)), stream=stream)
+
+
+@matmul_gelu_backward_input.version(8, "the engine in fp32, GELU's slope on the way")
+def matmul_gelu_backward_input8(dinp, dout, weight, pre, *, stream=0):
+    """As matmul_gelu_backward_input0, any C."""
+    engine.multiply(dinp, dout, weight, b_m_major=True, epilogue=engine.SLOPE, extra=pre, tf32=False, stream=stream)
+
+
+@matmul_gelu_backward_input.version(11, "the engine in TF32, GELU's slope on the way", precision="tf32", needs_cc=(8, 0))
+def matmul_gelu_backward_input11(dinp, dout, weight, pre, *, stream=0):
+    """As matmul_gelu_backward_input0, any C."""
+    engine.multiply(dinp, dout, weight, b_m_major=True, epilogue=engine.SLOPE, extra=pre, stream=stream)
+
+
+@matmul_gelu_backward_input.version(12, "wgmma, the weight transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_gelu_backward_input12(dinp, dout, weight, pre, *, stream=0):
+    """As matmul_gelu_backward_input0; C and OC multiples of 4."""
+    transposed = wgmma.transpose(weight, stream)
+    wgmma.multiply(dinp, dout, transposed, epilogue=engine.SLOPE, extra=pre, stream=stream)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def matmul_backward_weight_kernel1(dweight, dout, inp, accumulate):
+    c, o = cuda.grid(2)
+    OC, C = dweight.shape
+    if o < OC and c < C:
+        total = dweight[o, c] if accumulate else float32(0)
+        for n in range(inp.shape[0]):
+            total += dout[n, o] * inp[n, c]
+        dweight[o, c] = total
+
+
+@matmul_backward_weight.version(1, "a thread an element of dweight")
+def matmul_backward_weight1(dweight, dout, inp, accumulate, *, stream=0):
+    """As matmul_backward_weight0."""
+    OC, C = dweight.shape
+    matmul_backward_weight_kernel1[(ceil_div(C, 32), ceil_div(OC, 8)), (32, 8), stream](dweight, dout, inp, accumulate)
+
+
+@matmul_backward_weight.version(8, "the engine in fp32, the rows split among blocks where there are few tiles")
+def matmul_backward_weight8(dweight, dout, inp, accumulate, *, stream=0):
+    """As matmul_backward_weight0."""
+    epilogue = engine.ADD if accumulate else engine.STORE
+    engine.multiply(
+        dweight, dout, inp, a_m_major=True, b_m_major=True, epilogue=epilogue, extra=dweight, tf32=False, stream=stream
+    )
+
+
+@matmul_backward_weight.version(10, "the engine in TF32", precision="tf32", needs_cc=(8, 0))
+def matmul_backward_weight10(dweight, dout, inp, accumulate, *, stream=0):
+    """As matmul_backward_weight0."""
+    epilogue = engine.ADD if accumulate else engine.STORE
+    engine.multiply(dweight, dout, inp, a_m_major=True, b_m_major=True, epilogue=epilogue, extra=dweight, stream=stream)
+
+
+@matmul_backward_weight.version(12, "wgmma, the smaller operand transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_backward_weight12(dweight, dout, inp, accumulate, *, stream=0):
+    """As matmul_backward_weight0; C, OC and N multiples of 4. Where dout is the smaller, dweight.T = inp.T @ dout is computed,
+    and stored the other way round."""
+    OC, C = dweight.shape
+    a, b = (dout, inp) if C <= OC else (inp, dout)
+    epilogue = engine.ADD if accumulate else engine.STORE
+    wgmma.multiply(
+        dweight, a, wgmma.transpose(b, stream),
+        a_m_major=True, transposed=C > OC, epilogue=epilogue, extra=dweight, stream=stream,
+    )  # fmt: skip

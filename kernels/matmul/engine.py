@@ -19,10 +19,27 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.device import (
-    big_shared, ceil_div, cp_async4, cp_async4_zfill, cp_async16, cp_async16_zfill, cp_async_commit, cp_async_wait, cuda,
-    float32, int32, int64, load2, load4, mma_tf32, multiprocessors, scratch, store2, store4,
+    big_shared,
+    ceil_div,
+    cp_async4,
+    cp_async4_zfill,
+    cp_async16,
+    cp_async16_zfill,
+    cp_async_commit,
+    cp_async_wait,
+    cuda,
+    float32,
+    int32,
+    int64,
+    keep_compiled,
+    load2,
+    load4,
+    mma_tf32,
+    multiprocessors,
+    scratch,
+    store2,
+    store4,
 )  # fmt: skip
-
 from kernels.intrinsics import ptx
 
 STORE, BIAS, BIAS_GELU, BIAS_RESIDUAL, SLOPE, ADD = range(6)  # what becomes of a tile of a @ b
@@ -47,7 +64,7 @@ class Tile:
     BM: int = 128
     BN: int = 128
     WM: int = 64  # a multiple of 32 (64 with fp32 arithmetic)
-    WN: int = 64  # a multiple of 32
+    WN: int = 64  # 32 or 64
     stages: int = 3
     blocks: int = 2  # a multiprocessor holds
     tf32: bool = True
@@ -58,7 +75,9 @@ class Tile:
 
     def size(self, rows: int, m_major: bool) -> int:
         """Floats of one stage of an operand's tile."""
-        return BK * (rows + PAD) if m_major or not self.tf32 else BK * rows
+        if not self.tf32:
+            return BK * (rows + PAD_FP32)
+        return BK * (rows + PAD) if m_major else BK * rows
 
     def shared(self, a_m_major: bool, b_m_major: bool) -> int:
         """Bytes of shared memory a block."""
@@ -68,6 +87,7 @@ class Tile:
 BK = 32  # floats: a row of a K-major tile is 128 bytes, all banks once
 ROOT = math.sqrt(2 / math.pi)  # of GELU
 PAD = 8  # floats between the rows of an M-major tile: lanes t = 0..3 read rows 0..3, and must not meet in a bank
+PAD_FP32 = 4  # with fp32 arithmetic it is the copies of 8 steps of 4 rows that must not
 
 
 
@@ -90,7 +110,7 @@ def copy_tile(m_major: bool, rows: int, threads: int, aligned: bool, tf32: bool)
     shared[at:]. What lies outside of the operand becomes zero; where nothing does, no copy has to ask."""
     steps = threads * 4 // rows  # of an M-major tile a pass
     passes = rows * BK // 4 // threads
-    PITCH = rows + PAD
+    PITCH = rows + (PAD if tf32 else PAD_FP32)
 
     @cuda.jit(device=True)
     def copy16(shared, to, source, start, valid, inside):
@@ -163,94 +183,77 @@ def gelu_gate(x):
 
 
 @functools.cache
-def finish(epilogue: int):
-    """A device function: what out becomes where a @ b is x; extra is the residual, GELU's input, or what out was."""
+def epilogue_of(epilogue: int, width: int, aligned: bool):
+    """Three device functions for `width` neighbours of a row: load the bias, load the extra array, finish and store.
+
+    All loads of a tile come before its stores, or each would wait for the one before: the compiler cannot know that out is
+    another array.
+    """
+    has_bias = epilogue in (BIAS, BIAS_GELU, BIAS_RESIDUAL)
+    has_extra = epilogue in (BIAS_RESIDUAL, SLOPE, ADD)
 
     @cuda.jit(device=True)
-    def finished(x, bias, extra):
-        if epilogue == BIAS:
-            return x + bias
+    def load_bias(b, i, bias, column, N):
+        if has_bias:
+            for j in range(width):
+                if column + j < N:
+                    b[i + j] = bias[column + j]
+
+    @cuda.jit(device=True)
+    def load_extra(e, i, extra, row, column, rows, N):
+        if has_extra and row < rows:
+            if aligned and width == 4:
+                if column < N:
+                    e[i], e[i + 1], e[i + 2], e[i + 3] = load4(extra, int64(row) * N + column)
+            else:
+                for j in range(width):
+                    if column + j < N:
+                        e[i + j] = extra[row, column + j]
+
+    @cuda.jit(device=True)
+    def finished(x, b, e):
+        if epilogue == BIAS or epilogue == BIAS_GELU:
+            return x + b
         if epilogue == BIAS_RESIDUAL:
-            return extra + (x + bias)
+            return e + (x + b)
         if epilogue == ADD:
-            return extra + x
+            return e + x
         if epilogue == SLOPE:
-            gate = gelu_gate(extra)
-            slope = float32(2 * ROOT) * (float32(1) + float32(3 * 0.044715) * extra * extra)
-            return x * (gate + extra * gate * (float32(1) - gate) * slope)
+            gate = gelu_gate(e)
+            slope = float32(2 * ROOT) * (float32(1) + float32(3 * 0.044715) * e * e)
+            return x * (gate + e * gate * (float32(1) - gate) * slope)
         return x
 
-    return finished
-
-
-@functools.cache
-def store_one(epilogue: int):
-    """A device function that finishes and stores one element of out, an array of N columns."""
-    has_bias, has_extra = epilogue in (BIAS, BIAS_GELU, BIAS_RESIDUAL), epilogue in (BIAS_RESIDUAL, SLOPE, ADD)
-    finished = finish(epilogue)
-
     @cuda.jit(device=True)
-    def store(out, bias, extra, row, column, N, x):
-        if column < N:
-            b = bias[column] if has_bias else x
-            if epilogue == BIAS_GELU:
-                extra[row, column] = x + b
-                out[row, column] = (x + b) * gelu_gate(x + b)
+    def store(out, extra, row, column, rows, N, x, b, e):
+        """x, b, e: tuples of `width`."""
+        if row < rows and column < N:
+            if aligned and width == 4:
+                at = int64(row) * N + column
+                y0, y1, y2, y3 = (
+                    finished(x[0], b[0], e[0]), finished(x[1], b[1], e[1]), finished(x[2], b[2], e[2]), finished(x[3], b[3], e[3])
+                )  # fmt: skip
+                if epilogue == BIAS_GELU:
+                    store4(extra, at, y0, y1, y2, y3)
+                    y0, y1, y2, y3 = y0 * gelu_gate(y0), y1 * gelu_gate(y1), y2 * gelu_gate(y2), y3 * gelu_gate(y3)
+                store4(out, at, y0, y1, y2, y3)
+            elif aligned and width == 2:
+                at = int64(row) * N + column
+                y0, y1 = finished(x[0], b[0], e[0]), finished(x[1], b[1], e[1])
+                if epilogue == BIAS_GELU:
+                    store2(extra, at, y0, y1)
+                    y0, y1 = y0 * gelu_gate(y0), y1 * gelu_gate(y1)
+                store2(out, at, y0, y1)
             else:
-                out[row, column] = finished(x, b, extra[row, column] if has_extra else x)
+                for j in range(width):
+                    if column + j < N:
+                        y = finished(x[j], b[j], e[j])
+                        if epilogue == BIAS_GELU:
+                            extra[row, column + j] = y
+                            y *= gelu_gate(y)
+                        out[row, column + j] = y
 
-    return store
-
-
-@functools.cache
-def store_pair(epilogue: int):
-    """A device function that finishes and stores two neighbours of a row."""
-    has_bias, has_extra = epilogue in (BIAS, BIAS_GELU, BIAS_RESIDUAL), epilogue in (BIAS_RESIDUAL, SLOPE, ADD)
-    finished = finish(epilogue)
-
-    @cuda.jit(device=True)
-    def store(out, bias, extra, row, column, N, x0, x1):
-        at = int64(row) * N + column
-        b0, b1 = load2(bias, column) if has_bias else (x0, x1)
-        e0, e1 = load2(extra, at) if has_extra else (x0, x1)
-        if epilogue == BIAS_GELU:
-            x0, x1 = x0 + b0, x1 + b1
-            store2(extra, at, x0, x1)
-            store2(out, at, x0 * gelu_gate(x0), x1 * gelu_gate(x1))
-        else:
-            store2(out, at, finished(x0, b0, e0), finished(x1, b1, e1))
-
-    return store
-
-
-@functools.cache
-def store_tile(epilogue: int, aligned: bool):
-    """A device function that finishes and stores four neighbours of a row, those that are columns of out."""
-    has_bias, has_extra = epilogue in (BIAS, BIAS_GELU, BIAS_RESIDUAL), epilogue in (BIAS_RESIDUAL, SLOPE, ADD)
-    finished, store = finish(epilogue), store_one(epilogue)
-
-    @cuda.jit(device=True)
-    def store_aligned(out, bias, extra, row, column, N, x0, x1, x2, x3):
-        at = int64(row) * N + column
-        b0, b1, b2, b3 = load4(bias, column) if has_bias else (x0, x1, x2, x3)
-        e0, e1, e2, e3 = load4(extra, at) if has_extra else (x0, x1, x2, x3)
-        if epilogue == BIAS_GELU:
-            x0, x1, x2, x3 = x0 + b0, x1 + b1, x2 + b2, x3 + b3
-            store4(extra, at, x0, x1, x2, x3)
-            store4(out, at, x0 * gelu_gate(x0), x1 * gelu_gate(x1), x2 * gelu_gate(x2), x3 * gelu_gate(x3))
-        else:
-            store4(
-                out, at, finished(x0, b0, e0), finished(x1, b1, e1), finished(x2, b2, e2), finished(x3, b3, e3)
-            )  # fmt: skip
-
-    @cuda.jit(device=True)
-    def store_any(out, bias, extra, row, column, N, x0, x1, x2, x3):
-        store(out, bias, extra, row, column, N, x0)
-        store(out, bias, extra, row, column + 1, N, x1)
-        store(out, bias, extra, row, column + 2, N, x2)
-        store(out, bias, extra, row, column + 3, N, x3)
-
-    return store_aligned if aligned else store_any
+    return load_bias, load_extra, store
 
 
 @functools.cache
@@ -280,11 +283,12 @@ def read_fragment(m_major: bool, rows: int, W: int):
 
 
 @functools.cache
-def tensor_core(tile: "Tile", a_m_major: bool, b_m_major: bool, store):
+def tensor_core(tile: "Tile", a_m_major: bool, b_m_major: bool, epilogue: int, aligned: bool):
     """The two device functions of a warp on the tensor cores: multiply a step of BK, and store the sums."""
     WM, WN = tile.WM, tile.WN
     read_a, read_b = read_fragment(a_m_major, tile.BM, WM), read_fragment(b_m_major, tile.BN, WN)
-    SIZE_A, SIZE_B = WM // 4, WN // 4
+    SIZE_A, SIZE_B, SIZE_E = WM // 4, WN // 4, WM // 2
+    load_bias, load_extra, store = epilogue_of(epilogue, 4, aligned)
 
     @cuda.jit(device=True)
     def multiply_eighth(sums, a, b):
@@ -318,23 +322,30 @@ def tensor_core(tile: "Tile", a_m_major: bool, b_m_major: bool, store):
         multiply_eighth(sums, a1, b1)
 
     @cuda.jit(device=True)
-    def store_sums(sums, out, bias, extra, row, column, last_row, N, lane):
-        g, t = lane >> 2, lane & 3
+    def store_fours(sums, j, out, bias, extra, row, column, rows, N, lane):
+        """Of each of the lane's rows, four of its eight columns of 32."""
+        b = cuda.local.array(4, float32)
+        e = cuda.local.array(SIZE_E, float32)
+        row, n = row + (lane >> 2) * 4, column + (lane & 3) * 8 + 32 * (j // 2) + 4 * (j % 2)
+        load_bias(b, 0, bias, n, N)
         for i in range(WM // 8):
-            for j in range(WN // 16):  # four columns 8 t + 4 (j % 2) of 32
-                r, n = row + 32 * (i // 4) + 4 * g + i % 4, column + 32 * (j // 2) + 8 * t + 4 * (j % 2)
-                if r < last_row and n < N:
-                    c = (i // 2 * (WN // 8) + 4 * (j // 2)) * 4 + 2 * (i % 2) + j % 2
-                    store(out, bias, extra, r, n, N, sums[c], sums[c + 4], sums[c + 8], sums[c + 12])
+            load_extra(e, 4 * i, extra, row + 32 * (i // 4) + i % 4, n, rows, N)
+        for i in range(WM // 8):
+            c, k = (i // 2 * (WN // 8) + 4 * (j // 2)) * 4 + 2 * (i % 2) + j % 2, 4 * i
+            store(
+                out, extra, row + 32 * (i // 4) + i % 4, n, rows, N, (sums[c], sums[c + 4], sums[c + 8], sums[c + 12]),
+                (b[0], b[1], b[2], b[3]), (e[k], e[k + 1], e[k + 2], e[k + 3]),
+            )  # fmt: skip
 
-    return multiply_step, store_sums
+    return multiply_step, store_fours
 
 
 @functools.cache
-def fp32_core(tile: "Tile", store):
+def fp32_core(tile: "Tile", epilogue: int, aligned: bool):
     """The two device functions of a warp with fp32 arithmetic: lanes 8 x 4, each with its own rows and columns in fours."""
     TM, TN = tile.WM // 8, tile.WN // 4
-    A_ROW, B_ROW = tile.BM + PAD, tile.BN + PAD
+    A_ROW, B_ROW, SIZE_E = tile.BM + PAD_FP32, tile.BN + PAD_FP32, 4 * TM
+    load_bias, load_extra, store = epilogue_of(epilogue, 4, aligned)
 
     @cuda.jit(device=True)
     def read(a, b, shared, at_a, at_b):
@@ -377,16 +388,22 @@ def fp32_core(tile: "Tile", store):
             at_b += 8 * B_ROW
 
     @cuda.jit(device=True)
-    def store_sums(sums, out, bias, extra, row, column, last_row, N, lane):
-        y, x = lane >> 2, lane & 3
+    def store_fours(sums, j, out, bias, extra, row, column, rows, N, lane):
+        """Of each of the lane's rows, four columns."""
+        b = cuda.local.array(4, float32)
+        e = cuda.local.array(SIZE_E, float32)
+        row, n = row + (lane >> 2) * 4, column + (lane & 3) * 4 + 16 * j
+        load_bias(b, 0, bias, n, N)
         for i in range(TM):
-            for j in range(0, TN, 4):
-                r, n = row + 4 * y + i // 4 * 32 + i % 4, column + 4 * x + 4 * j
-                if r < last_row and n < N:
-                    c = i * TN + j
-                    store(out, bias, extra, r, n, N, sums[c], sums[c + 1], sums[c + 2], sums[c + 3])
+            load_extra(e, 4 * i, extra, row + i // 4 * 32 + i % 4, n, rows, N)
+        for i in range(TM):
+            c, k = i * TN + 4 * j, 4 * i
+            store(
+                out, extra, row + i // 4 * 32 + i % 4, n, rows, N, (sums[c], sums[c + 1], sums[c + 2], sums[c + 3]),
+                (b[0], b[1], b[2], b[3]), (e[k], e[k + 1], e[k + 2], e[k + 3]),
+            )  # fmt: skip
 
-    return multiply_step, store_sums
+    return multiply_step, store_fours
 
 
 GROUP = 8  # rows of blocks that walk along N together, so that L2 serves them
@@ -399,8 +416,10 @@ def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_alig
     SUMS, AHEAD = WM * WN // 32, STAGES - 2
     copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned, tile.tf32)
     copy_b = copy_tile(b_m_major, BN, tile.threads, b_aligned, tile.tf32)
-    store = store_tile(epilogue, out_aligned)
-    multiply_step, store_sums = tensor_core(tile, a_m_major, b_m_major, store) if tile.tf32 else fp32_core(tile, store)
+    if tile.tf32:
+        multiply_step, store_fours = tensor_core(tile, a_m_major, b_m_major, epilogue, out_aligned)
+    else:
+        multiply_step, store_fours = fp32_core(tile, epilogue, out_aligned)
 
     @cuda.jit(fastmath=True, launch_bounds=(tile.threads, tile.blocks))
     def matmul_kernel(out, a, b, bias, extra, M, N, K, share):
@@ -434,47 +453,68 @@ def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_alig
             multiply_step(sums, shared, now, now + A_SIZE, warp_row, warp_column, lane)
             next = now
             now = now + STAGE if now < (STAGES - 1) * STAGE else 0
-        row = split * M + first_row + warp_row
-        store_sums(sums, out, bias, extra, row, first_column + warp_column, (split + 1) * M, N, lane)
+        row, column, rows = split * M + first_row + warp_row, first_column + warp_column, (split + 1) * M
+        store_fours(sums, 0, out, bias, extra, row, column, rows, N, lane)  # no loop: the compiler might not unroll it, and
+        store_fours(sums, 1, out, bias, extra, row, column, rows, N, lane)  # then the sums would have to leave their registers
+        if WN == 64:
+            store_fours(sums, 2, out, bias, extra, row, column, rows, N, lane)
+            store_fours(sums, 3, out, bias, extra, row, column, rows, N, lane)
 
-    return matmul_kernel
+    return keep_compiled(matmul_kernel, tile, a_m_major, b_m_major, a_aligned, b_aligned, epilogue, out_aligned)
 
 
 @functools.cache
 def add_splits(epilogue: int, aligned: bool):
-    store = store_tile(epilogue, aligned)
+    width = 4 if aligned else 1
+    load_bias, load_extra, store = epilogue_of(epilogue, width, aligned)
 
     @cuda.jit(fastmath=True)
     def add_splits_kernel(out, parts, bias, extra, M, N, splits):
-        """out (M,N) = the sum of parts (splits * M, N), finished. A thread four columns, or one where not aligned."""
-        width = 4 if aligned else 1
+        """out (M,N) = the sum of parts (splits * M, N), in their order, finished. A thread four columns, or one if not aligned."""
+        x = cuda.local.array(4, float32)
+        b = cuda.local.array(4, float32)
+        e = cuda.local.array(4, float32)
         index = cuda.grid(1)
         row, column = index // (N // width), index % (N // width) * width
         if row < M:
-            x0, x1, x2, x3 = float32(0), float32(0), float32(0), float32(0)
+            load_bias(b, 0, bias, column, N)
+            load_extra(e, 0, extra, row, column, M, N)
+            for j in range(width):
+                x[j] = float32(0)
             for split in range(splits):
-                at = (int64(split) * M + row) * N + column
                 if aligned:
-                    y0, y1, y2, y3 = load4(parts, at)
-                    x0, x1, x2, x3 = x0 + y0, x1 + y1, x2 + y2, x3 + y3
+                    y0, y1, y2, y3 = load4(parts, (int64(split) * M + row) * N + column)
+                    x[0], x[1], x[2], x[3] = x[0] + y0, x[1] + y1, x[2] + y2, x[3] + y3
                 else:
-                    x0 += parts[split * M + row, column]
-            if aligned:
-                store(out, bias, extra, row, column, N, x0, x1, x2, x3)
-            else:
-                store(out, bias, extra, row, column, column + 1, x0, x1, x2, x3)
+                    x[0] += parts[split * M + row, column]
+            store(out, extra, row, column, M, N, (x[0], x[1], x[2], x[3]), (b[0], b[1], b[2], b[3]), (e[0], e[1], e[2], e[3]))
 
-    return add_splits_kernel
+    return keep_compiled(add_splits_kernel, epilogue, aligned)
 
 
-def choose(M: int, N: int, K: int) -> tuple[Tile, int]:
-    """The tile, and into how many parts to split K so that there is work for every multiprocessor."""
-    if M * N <= 256 * 256:
-        tile = Tile(64, 64, 32, 32, 3, 4)
-    else:
-        tile = Tile()
-    blocks, places = ceil_div(M, tile.BM) * ceil_div(N, tile.BN), tile.blocks * multiprocessors()
-    return tile, max(1, min(places // blocks, K // (8 * BK)))
+def best_splits(M: int, N: int, K: int, BM: int, BN: int, flops: float) -> tuple[float, int]:
+    """(seconds, splits): into how many parts to split K so that all multiprocessors have their share of the work, where one of
+    them does `flops` a second and adding the parts up moves them at 3 TB/s. On another card the ratio is much the same."""
+    blocks, places = ceil_div(M, BM) * ceil_div(N, BN), multiprocessors()
+
+    def seconds(splits):
+        work = ceil_div(blocks * splits, places) * 2 * BM * BN * K / splits / flops
+        return work + (splits > 1) * (3e-6 + (2 * splits + 1) * 4 * M * N / 3e12)
+
+    return min((seconds(splits), splits) for splits in range(1, 9) if splits == 1 or K >= splits * 4 * BK)
+
+
+FP32, TF32, SMALL, SMALL_FP32 = (
+    Tile(128, 128, 64, 32, 3, 2, tf32=False), Tile(), Tile(64, 64, 32, 32, 3, 4), Tile(64, 64, 64, 32, 3, 4, tf32=False)
+)  # fmt: skip
+
+
+def choose(M: int, N: int, K: int, tf32: bool) -> tuple[Tile, int]:
+    """The tile, and into how many parts to split K."""
+    if M * N <= 128 * 128:
+        return SMALL if tf32 else SMALL_FP32, 1
+    tile = TF32 if tf32 else FP32
+    return tile, best_splits(M, N, K, tile.BM, tile.BN, 1.2e12 if tf32 else 0.36e12)[1]
 
 
 def is_aligned(*arrays) -> bool:
@@ -483,12 +523,15 @@ def is_aligned(*arrays) -> bool:
     return all(start % 16 == 0 for start in starts) and all(a.shape[-1] % 4 == 0 for a in arrays)
 
 
-def multiply(out, a, b, *, a_m_major=False, b_m_major=False, epilogue=STORE, bias=None, extra=None, tile=None, splits=None, stream=0):
+def multiply(
+    out, a, b, *, a_m_major=False, b_m_major=False, epilogue=STORE, bias=None, extra=None,
+    tf32=True, tile=None, splits=None, stream=0,
+):  # fmt: skip
     """out (M,N) = epilogue(a @ b): a is (M,K), or (K,M) if a_m_major; b is (N,K), or (K,N) if b_m_major. bias: (N,); extra:
     (M,N), what the epilogue reads or writes."""
     M, N = out.shape
     K = a.shape[0] if a_m_major else a.shape[1]
-    chosen, parts = choose(M, N, K)
+    chosen, parts = choose(M, N, K, tf32)
     tile, splits = tile or chosen, splits or parts
     bias, extra = out if bias is None else bias, out if extra is None else extra
     aligned = is_aligned(out, extra) and is_aligned(bias)
@@ -500,4 +543,5 @@ def multiply(out, a, b, *, a_m_major=False, b_m_major=False, epilogue=STORE, bia
     launch(target, a, b, bias, extra, int32(M), int32(N), int32(K), int32(share))
     if splits > 1:
         threads = M * N // 4 if aligned else M * N
-        add_splits(epilogue, aligned)[ceil_div(threads, 256), 256, stream](out, target, bias, extra, int32(M), int32(N), int32(splits))
+        grid = ceil_div(threads, 256)
+        add_splits(epilogue, aligned)[grid, 256, stream](out, target, bias, extra, int32(M), int32(N), int32(splits))

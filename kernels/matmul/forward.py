@@ -19,8 +19,21 @@ import numpy as np
 
 import cpu_reference
 from kernels import cublas
-from kernels.device import ceil_div, cuda, float32, int32, ldmatrix_x2, ldmatrix_x4, load4, mma_tf32, need, store4, to_tf32
-from kernels.matmul import engine
+from kernels.device import (
+    ceil_div,
+    cuda,
+    float32,
+    int32,
+    ldmatrix_x2,
+    ldmatrix_x4,
+    load4,
+    mma_tf32,
+    need,
+    store4,
+    to_tf32,
+)
+from kernels.gelu.forward import gelu_forward
+from kernels.matmul import engine, wgmma
 from kernels.op import Op
 
 
@@ -41,6 +54,12 @@ def product_flops(N, C, OC) -> int:
     return 2 * N * C * OC
 
 
+def sizes_of(arguments: dict) -> dict:
+    """The shape that the arguments of a product have, forward or backward: weight (OC,C), and the rows of the others."""
+    OC, C = arguments["dweight" if "dweight" in arguments else "weight"].shape
+    return {"N": arguments["dout" if "dout" in arguments else "out"].shape[0], "C": C, "OC": OC}
+
+
 QKV, ATTPROJ, FC, FCPROJ, HEAD = (  # GPT-2 124M's five products, B*T = 4096
     {"N": 4096, "C": C, "OC": OC} for C, OC in ((768, 2304), (768, 768), (768, 3072), (3072, 768), (768, 50304))
 )
@@ -53,6 +72,7 @@ matmul_forward = Op(
     outputs=lambda N, C, OC: {"out": (N, OC)},
     bytes_moved=product_bytes,
     flops=product_flops,
+    sizes=sizes_of,
     shape=FC,
     small=SMALL,
     odd=ODD,
@@ -65,6 +85,7 @@ matmul_gelu_forward = Op(
     outputs=lambda N, C, OC: {"out": (N, OC), "pre": (N, OC)},
     bytes_moved=lambda N, C, OC: product_bytes(N, C, OC) + 4 * N * OC,
     flops=product_flops,
+    sizes=sizes_of,
     shape=FC,
     small=SMALL,
     odd=ODD,
@@ -77,6 +98,7 @@ matmul_residual_forward = Op(
     outputs=lambda N, C, OC: {"out": (N, OC)},
     bytes_moved=lambda N, C, OC: product_bytes(N, C, OC) + 4 * N * OC,
     flops=product_flops,
+    sizes=sizes_of,
     shape=FCPROJ,
     small=SMALL,
     odd=ODD,
@@ -193,7 +215,7 @@ def matmul_forward_kernel4(out, inp, weight, bias, has_bias):
     x, y = cuda.threadIdx.x % 64, cuda.threadIdx.x // 64
     row, k0 = cuda.threadIdx.x // 8, cuda.threadIdx.x % 8  # what this thread loads
     n, o = cuda.blockIdx.y * 64, cuda.blockIdx.x * 64
-    (N, C), OC = inp.shape, weight.shape[0]
+    C = inp.shape[1]
     for i in range(8):
         sums[i] = float32(0)
     for c in range(0, C, 8):
@@ -228,7 +250,7 @@ def matmul_forward_kernel5(out, inp, weight, bias, has_bias):
     x, y = cuda.threadIdx.x % 16, cuda.threadIdx.x // 16
     k0 = cuda.threadIdx.x % 8
     n, o = cuda.blockIdx.y * 128, cuda.blockIdx.x * 128
-    (N, C), OC = inp.shape, weight.shape[0]
+    C = inp.shape[1]
     for i in range(8):
         for j in range(8):
             sums[i, j] = float32(0)
@@ -279,7 +301,7 @@ def matmul_forward_kernel6(out, inp, weight, bias, has_bias):
     x, y = cuda.threadIdx.x % 16, cuda.threadIdx.x // 16
     row, k0 = cuda.threadIdx.x // 2, cuda.threadIdx.x % 2 * 4
     n, o = cuda.blockIdx.y * 128, cuda.blockIdx.x * 128
-    (N, C), OC = inp.shape, weight.shape[0]
+    C = inp.shape[1]
     for i in range(8):
         for j in range(8):
             sums[i, j] = float32(0)
@@ -418,3 +440,70 @@ def matmul_forward9(out, inp, weight, bias, *, stream=0):
     """out (N,OC), inp (N,C), weight (OC,C), bias (OC,) or None: float32, on the device."""
     N, OC = out.shape
     matmul_forward_kernel9[(ceil_div(OC, 64), ceil_div(N, 64)), 128, stream](out, inp, weight, *bias_of(bias, weight))
+
+
+@matmul_forward.version(8, "cp.async, three stages deep")
+def matmul_forward8(out, inp, weight, bias, *, stream=0):
+    """As matmul_forward0."""
+    epilogue = engine.STORE if bias is None else engine.BIAS
+    engine.multiply(out, inp, weight, epilogue=epilogue, bias=bias, tf32=False, stream=stream)
+
+
+@matmul_forward.version(10, "TF32 mma.sync in the engine: swizzled tiles, split K", precision="tf32", needs_cc=(8, 0))
+def matmul_forward10(out, inp, weight, bias, *, stream=0):
+    """As matmul_forward0."""
+    epilogue = engine.STORE if bias is None else engine.BIAS
+    engine.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
+
+
+@matmul_forward.version(12, "TF32 wgmma: tensor cores read the weight", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_forward12(out, inp, weight, bias, *, stream=0):
+    """As matmul_forward0; C and OC multiples of 4."""
+    epilogue = engine.STORE if bias is None else engine.BIAS
+    wgmma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
+
+
+# The fused ops: first in two steps, which the others have to beat.
+
+
+@matmul_gelu_forward.version(1, "two kernels: cuBLASLt, then our GELU", precision="either", needs=cublas.missing)
+def matmul_gelu_forward1(out, pre, inp, weight, bias, *, tf32=True, stream=0):
+    """As matmul_gelu_forward0, any OC."""
+    matmul_forward0(pre, inp, weight, bias, tf32=tf32, stream=stream)
+    gelu_forward.versions[3](out.reshape(out.size), pre.reshape(pre.size), stream=stream)
+
+
+@matmul_gelu_forward.version(8, "bias and GELU as the sums are stored")
+def matmul_gelu_forward8(out, pre, inp, weight, bias, *, stream=0):
+    """As matmul_gelu_forward0, any OC."""
+    engine.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, tf32=False, stream=stream)
+
+
+@matmul_gelu_forward.version(11, "TF32, bias and GELU as the sums are stored", precision="tf32", needs_cc=(8, 0))
+def matmul_gelu_forward11(out, pre, inp, weight, bias, *, stream=0):
+    """As matmul_gelu_forward0, any OC."""
+    engine.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
+
+
+@matmul_gelu_forward.version(12, "the same with wgmma", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_gelu_forward12(out, pre, inp, weight, bias, *, stream=0):
+    """As matmul_gelu_forward0; C and OC multiples of 4."""
+    wgmma.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
+
+
+@matmul_residual_forward.version(8, "bias and residual as the sums are stored")
+def matmul_residual_forward8(out, inp, weight, bias, residual, *, stream=0):
+    """As matmul_residual_forward0."""
+    engine.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, tf32=False, stream=stream)
+
+
+@matmul_residual_forward.version(11, "TF32, bias and residual as the sums are stored", precision="tf32", needs_cc=(8, 0))
+def matmul_residual_forward11(out, inp, weight, bias, residual, *, stream=0):
+    """As matmul_residual_forward0."""
+    engine.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
+
+
+@matmul_residual_forward.version(12, "the same with wgmma", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_residual_forward12(out, inp, weight, bias, residual, *, stream=0):
+    """As matmul_residual_forward0; C and OC multiples of 4."""
+    wgmma.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)

@@ -17,13 +17,35 @@ import numpy as np
 
 from kernels import simulator
 from kernels.device import (
-    SIMULATE, big_shared, ceil_div, cp_async16, cp_async16_zfill, cp_async_commit, cp_async_wait, cuda, float32, int32, int64,
-    ldmatrix_x4, multiprocessors, need, scratch, shared_limit, to_tf32,
+    SIMULATE,
+    big_shared,
+    ceil_div,
+    compute_capability,
+    cp_async16,
+    cp_async16_zfill,
+    cp_async_commit,
+    cp_async_wait,
+    cuda,
+    float32,
+    int32,
+    int64,
+    keep_compiled,
+    ldmatrix_x4,
+    multiprocessors,
+    need,
+    scratch,
+    to_tf32,
 )  # fmt: skip
 from kernels.intrinsics import LITERAL, ptx
-from kernels.matmul.engine import BK, GROUP, PAD, STORE, add_splits, is_aligned, round_tf32, store_one, store_pair
+from kernels.matmul.engine import BK, GROUP, PAD, STORE, add_splits, best_splits, epilogue_of, is_aligned, round_tf32
 
 STAGES = 4
+
+
+def missing() -> str | None:
+    """Why wgmma cannot be used here, in a sentence; None where it can. Blackwell has another instruction in its place."""
+    major = compute_capability()[0]
+    return None if major == 9 else f"needs compute capability 9, Hopper's, for wgmma; this card has {major}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +111,8 @@ def make_wgmma(N: int):
     a = ", ".join(f"${2 * count + i}" for i in range(4))
     # the descriptor: address / 16, 1024 bytes between groups of eight rows, swizzled by 128 bytes
     multiply = (
-        f"{{.reg .pred p; .reg .b32 x; .reg .b64 d; setp.ne.b32 p, ${2 * count + 5}, 0; shr.u32 x, ${2 * count + 4}, 4; cvt.u64.u32 d, x; or.b64 d, d, 0x4000004000010000; "
+        f"{{.reg .pred p; .reg .b32 x; .reg .b64 d; setp.ne.b32 p, ${2 * count + 5}, 0; shr.u32 x, ${2 * count + 4}, 4; "
+        "cvt.u64.u32 d, x; or.b64 d, d, 0x4000004000010000; "
         f"wgmma.mma_async.sync.aligned.m64n{N}k8.f32.tf32.tf32 {{{names}}}, {{{a}}}, d, p, 1, 1;}}"
     )
 
@@ -157,7 +180,9 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
     ROWS = THREADS // 8  # of a K-major tile a pass
     STEPS = THREADS * 4 // BM  # of an M-major tile a pass
     wgmma, wgmma_finish = make_wgmma(BN)
-    store1, store2 = store_one(epilogue), store_pair(epilogue)
+    WIDE = 2 if transposed else 1
+    QUARTER, QUARTER2 = BN // 16, BN // 8
+    load_bias, load_extra, store = epilogue_of(epilogue, 1 if transposed else 2, True)
 
     @cuda.jit(device=True)
     def copy_rows(shared, at, source, first, k, count, K, end, rows):
@@ -207,37 +232,25 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
         else:
             r = row + (lane & 15)
             x0, x1, x2, x3 = ldmatrix_x4(shared, at + r * BK + 4 * ((2 * s + (lane >> 4)) ^ (r & 7)))
-        fragment[0], fragment[1] = round_tf32(x0), round_tf32(x1)
-        fragment[2], fragment[3] = round_tf32(x2), round_tf32(x3)
+        fragment[4 * s], fragment[4 * s + 1] = round_tf32(x0), round_tf32(x1)
+        fragment[4 * s + 2], fragment[4 * s + 3] = round_tf32(x2), round_tf32(x3)
 
     @cuda.jit(device=True)
-    def multiply(sums, even, odd, shared, stage, more):
-        """The four products of a step. Two fragments of a by turns: wgmma still reads the one while the other is loaded."""
-        read_a(even, shared, stage + A_AT, 0)
+    def multiply(sums, fragment, shared, stage, more):
+        """Start the four products of a step."""
+        for s in range(4):
+            read_a(fragment, shared, stage + A_AT, s)
         wgmma_fence()
-        wgmma(sums, shared, stage, more, even[0], even[1], even[2], even[3])
+        wgmma(sums, shared, stage, more, fragment[0], fragment[1], fragment[2], fragment[3])
+        for s in range(1, 4):
+            at = 4 * s
+            wgmma(sums, shared, stage + 8 * s, 1, fragment[at], fragment[at + 1], fragment[at + 2], fragment[at + 3])
         wgmma_commit()
-        wgmma_wait(1)
-        read_a(odd, shared, stage + A_AT, 1)
-        wgmma_fence()
-        wgmma(sums, shared, stage + 8, 1, odd[0], odd[1], odd[2], odd[3])
-        wgmma_commit()
-        wgmma_wait(1)
-        read_a(even, shared, stage + A_AT, 2)
-        wgmma_fence()
-        wgmma(sums, shared, stage + 16, 1, even[0], even[1], even[2], even[3])
-        wgmma_commit()
-        wgmma_wait(1)
-        read_a(odd, shared, stage + A_AT, 3)
-        wgmma_fence()
-        wgmma(sums, shared, stage + 24, 1, odd[0], odd[1], odd[2], odd[3])
-        wgmma_commit()
-        wgmma_wait(1)
 
     @cuda.jit(device=True)
     def locate(item, M, N, K, share):
-        """The first row and column of the tile of this item of work, and its steps of K: from and to. After the last item:
-        a place where there is nothing to copy."""
+        """Of this item of work: the first row and column of its tile, its first step of K, and the end of its steps. After the
+        last item: a place where there is nothing to copy."""
         across, down = (N + int32(BN - 1)) // int32(BN), (M + int32(BM - 1)) // int32(BM)
         split, block = item // (across * down), item % (across * down)
         top = block // (GROUP * across) * GROUP
@@ -245,68 +258,93 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
         row = (top + block % (GROUP * across) % height) * BM
         column = block % (GROUP * across) // height * BN
         start = split * share
-        return (row, column, start, min(start + share, K)) if start < K else (M, N, start, start + BK)
+        return (row, column, start, min(start + share, K)) if start < K else (M, N, start, start)
 
     @cuda.jit(device=True)
-    def store_quarter(sums, first, out, bias, extra, row, column, last_row, M, N):
-        """A quarter of the sums: a loop that is short enough for the compiler to unroll, or they would leave their registers."""
-        for j in range(first, first + BN // 32):
+    def store_quarter(sums, first, out, bias, extra, row, column, part, M, N):
+        """A quarter of the sums: loops short enough for the compiler to unroll, or the sums would leave their registers."""
+        b = cuda.local.array(QUARTER, float32)
+        e = cuda.local.array(QUARTER2, float32)
+        if transposed:
+            rows, columns, row0, column0 = part + N, M, part + column, row
+        else:
+            rows, columns, row0, column0 = part + M, N, part + row, column
+        for j in range(BN // 32):
+            n = 8 * (first + j)
+            if not transposed:
+                load_bias(b, 2 * j, bias, column0 + n, columns)
             for i in range(2):
-                r, n, c = row + 8 * i, column + 8 * j, 4 * j + 2 * i
-                if r < last_row and n < N:
+                for c in range(WIDE):
+                    at = 4 * j + 2 * i + c
                     if transposed:
-                        store1(out, bias, extra, n, r, M, sums[c])
-                        if n + 1 < N:
-                            store1(out, bias, extra, n + 1, r, M, sums[c + 1])
+                        load_extra(e, at, extra, row0 + n + c, column0 + 8 * i, rows, columns)
                     else:
-                        store2(out, bias, extra, r, n, N, sums[c], sums[c + 1])
+                        load_extra(e, at, extra, row0 + 8 * i, column0 + n, rows, columns)
+        for j in range(BN // 32):
+            n = 8 * (first + j)
+            for i in range(2):
+                at, c = 4 * j + 2 * i, 4 * (first + j) + 2 * i
+                if transposed:
+                    store(out, extra, row0 + n, column0 + 8 * i, rows, columns, (sums[c],), (b[0],), (e[at],))
+                    store(out, extra, row0 + n + 1, column0 + 8 * i, rows, columns, (sums[c + 1],), (b[0],), (e[at + 1],))
+                else:
+                    store(
+                        out, extra, row0 + 8 * i, column0 + n, rows, columns,
+                        (sums[c], sums[c + 1]), (b[2 * j], b[2 * j + 1]), (e[at], e[at + 1]),
+                    )  # fmt: skip
 
     @cuda.jit(device=True)
-    def store_sums(sums, out, bias, extra, row, column, last_row, M, N):
+    def store_sums(sums, out, bias, extra, row, column, part, M, N):
         lane, warp = int32(cuda.threadIdx.x) & 31, int32(cuda.threadIdx.x) >> 5
         row, column = row + 16 * warp + (lane >> 2), column + 2 * (lane & 3)
-        store_quarter(sums, 0, out, bias, extra, row, column, last_row, M, N)
-        store_quarter(sums, BN // 32, out, bias, extra, row, column, last_row, M, N)
-        store_quarter(sums, BN // 16, out, bias, extra, row, column, last_row, M, N)
-        store_quarter(sums, 3 * BN // 32, out, bias, extra, row, column, last_row, M, N)
+        store_quarter(sums, 0, out, bias, extra, row, column, part, M, N)
+        store_quarter(sums, BN // 32, out, bias, extra, row, column, part, M, N)
+        store_quarter(sums, BN // 16, out, bias, extra, row, column, part, M, N)
+        store_quarter(sums, 3 * BN // 32, out, bias, extra, row, column, part, M, N)
 
     @cuda.jit(fastmath=True, launch_bounds=(THREADS, 1))
     def matmul_wgmma_kernel(out, a, b, bias, extra, M, N, K, share, items):
-        """out (M,N), or (splits * M, N), or (N,M) if transposed. An item of work is a tile of out and `share` steps of K."""
+        """out (M,N), or (N,M) if transposed, one below the other for each part of K. An item of work is a tile of out and `share`
+        steps of K, an even number of times BK."""
         shared = cuda.shared.array(0, float32, alignment=1024)
         sums = cuda.local.array(SUMS, float32)
-        even = cuda.local.array(4, float32)
-        odd = cuda.local.array(4, float32)
+        even = cuda.local.array(16, float32)  # fragments of a by turns: wgmma still reads the one while the other is loaded
+        odd = cuda.local.array(16, float32)
         blocks = int32(cuda.gridDim.x)
         now, next = int32(0), int32(0)
         item_ahead = int32(cuda.blockIdx.x)
         row_ahead, column_ahead, k_ahead, end_ahead = locate(item_ahead, M, N, K, share)
-        for step in range(-(STAGES - 2), 0):
+        for _ in range(STAGES - 2):
             copy(shared, next, a, b, row_ahead, column_ahead, k_ahead, M, N, K, end_ahead)
             next += STAGE
-            k_ahead += BK
-            if k_ahead >= end_ahead:
-                item_ahead += blocks
-                row_ahead, column_ahead, k_ahead, end_ahead = locate(item_ahead, M, N, K, share)
+            k_ahead += BK  # both are copies of the first item, which has two steps at least, be they zeros
+        if k_ahead >= end_ahead:
+            item_ahead += blocks
+            row_ahead, column_ahead, k_ahead, end_ahead = locate(item_ahead, M, N, K, share)
         for item in range(int32(cuda.blockIdx.x), items, blocks):
             row, column, start, end = locate(item, M, N, K, share)
-            for k in range(start, end, int32(BK)):
+            for k in range(start, end, int32(2 * BK)):
                 cp_async_wait(AHEAD)
                 fence_async()
                 cuda.syncthreads()  # this step's tiles are there; all have done the step before last, whose place is free
+                multiply(sums, even, shared, now, int32(k > start))
                 copy(shared, next, a, b, row_ahead, column_ahead, k_ahead, M, N, K, end_ahead)
-                k_ahead += BK
+                wgmma_wait(1)
+                cp_async_wait(AHEAD)
+                fence_async()
+                cuda.syncthreads()
+                multiply(sums, odd, shared, now + STAGE, 1)
+                copy(shared, next + STAGE, a, b, row_ahead, column_ahead, k_ahead + BK, M, N, K, end_ahead)
+                wgmma_wait(1)
+                now, next = next, now
+                k_ahead += 2 * BK
                 if k_ahead >= end_ahead:
                     item_ahead += blocks
                     row_ahead, column_ahead, k_ahead, end_ahead = locate(item_ahead, M, N, K, share)
-                multiply(sums, even, odd, shared, now, int32(k > start))
-                now = now + STAGE if now < (STAGES - 1) * STAGE else 0
-                next = next + STAGE if next < (STAGES - 1) * STAGE else 0
             wgmma_finish(sums)
-            part = start // share * M
-            store_sums(sums, out, bias, extra, part + row, column, part + M, M, N)
+            store_sums(sums, out, bias, extra, row, column, start // share * (N if transposed else M), M, N)
 
-    return matmul_wgmma_kernel
+    return keep_compiled(matmul_wgmma_kernel, tile, a_m_major, epilogue, transposed)
 
 
 @cuda.jit(cache=True)
@@ -333,42 +371,25 @@ def transpose(inp, stream=0):
     return out
 
 
-# Seconds, up to a factor: of a step of a block, and of adding up the parts, by an element.
-COST, SPLIT_COST = {Tile(3, 256): 1.45, Tile(2, 192): 0.86}, 1e6
-
-
-def choose(M: int, N: int, K: int, a_m_major: bool, epilogue: int) -> tuple[Tile, int]:
-    """The tile, and into how many parts to split K: what leaves the fewest multiprocessors idle, the larger tile of equals."""
-    best = None
-    for tile in (Tile(3, 256), Tile(2, 192)):
-        if tile.shared(a_m_major) > shared_limit():
-            continue
-        for splits in (1, 2, 3, 4, 6):
-            items = ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * splits
-            steps = ceil_div(items, multiprocessors()) * ceil_div(K, BK * splits)
-            cost = steps * COST[tile] + (splits > 1) * 2 * splits * M * N / SPLIT_COST
-            if best is None or cost < best[0]:
-                best = cost, tile, splits
-    return best[1:]
-
-
-def multiply(out, a, b, *, tile=None, splits=None, a_m_major=False, epilogue=STORE, bias=None, extra=None, transposed=False, stream=0):
-    """out (M,N), or (N,M) if transposed, = epilogue(a @ b): a is (M,K), or (K,M) if a_m_major; b.T is (N,K). bias: (N,); extra:
-    like out, what the epilogue reads or writes; for (N,M) no bias."""
+def multiply(
+    out, a, b, *, a_m_major=False, transposed=False, epilogue=STORE, bias=None, extra=None, tile=Tile(), splits=None, stream=0
+):  # fmt: skip
+    """out (M,N), or (N,M) if transposed, = epilogue(a @ b): a is (M,K), or (K,M) if a_m_major; b.T is (N,K). bias: (N,), not if
+    transposed; extra: like out, what the epilogue reads or writes. Raises ShapeError unless M, N, K are multiples of 4."""
     M, K = a.shape[::-1] if a_m_major else a.shape
     N = b.shape[0]
     bias, extra = out if bias is None else bias, out if extra is None else extra
-    need(is_aligned(out, a, b, extra) and is_aligned(bias), "needs rows of whole 16 bytes: channels in multiples of 4")
-    chosen, parts = choose(M, N, K, a_m_major, epilogue)
-    tile, splits = tile or chosen, 1 if transposed else splits or parts
-    share = ceil_div(ceil_div(K, splits), BK) * BK
+    need(is_aligned(out, a, b, extra, bias), "needs channels in multiples of 4, in arrays aligned to 16 bytes")
+    splits = splits or best_splits(M, N, K, tile.BM, tile.BN, 1.9e12)[1]
+    share = ceil_div(ceil_div(K, splits), 2 * BK) * 2 * BK
     splits = ceil_div(K, share)
-    target, how = (out, epilogue) if splits == 1 else (scratch("matmul parts", (splits * M, N)), STORE)
+    rows, columns = out.shape
+    target, how = (out, epilogue) if splits == 1 else (scratch("matmul parts", (splits * rows, columns)), STORE)
     items = ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * splits
     run = kernel(tile, a_m_major, how, transposed)
     launch = big_shared(run, min(items, multiprocessors()), 128 * tile.groups, stream, tile.shared(a_m_major))
     launch(target, a, b, bias, extra, int32(M), int32(N), int32(K), int32(share), int32(items))
     if splits > 1:
-        add_splits(epilogue, True)[ceil_div(M * N // 4, 256), 256, stream](
-            out, target, bias, extra, int32(M), int32(N), int32(splits)
-        )
+        grid = ceil_div(rows * columns // 4, 256)
+        add = add_splits(epilogue, True)
+        add[grid, 256, stream](out, target, bias, extra, int32(rows), int32(columns), int32(splits))
