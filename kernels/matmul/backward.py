@@ -130,7 +130,7 @@ def matmul_backward_input10(dinp, dout, weight, *, stream=0):
     engine.multiply(dinp, dout, weight, b_m_major=True, stream=stream)
 
 
-@matmul_backward_input.version(12, "wgmma, the weight transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+@matmul_backward_input.version(12, "wgmma, weight transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_backward_input12(dinp, dout, weight, *, stream=0):
     """As matmul_backward_input0; C and OC multiples of 4."""
     wgmma.multiply(dinp, dout, wgmma.transpose(weight, stream), stream=stream)
@@ -156,7 +156,7 @@ def matmul_gelu_backward_input11(dinp, dout, weight, pre, *, stream=0):
     engine.multiply(dinp, dout, weight, b_m_major=True, epilogue=engine.SLOPE, extra=pre, stream=stream)
 
 
-@matmul_gelu_backward_input.version(12, "wgmma, the weight transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+@matmul_gelu_backward_input.version(12, "wgmma, weight transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_gelu_backward_input12(dinp, dout, weight, pre, *, stream=0):
     """As matmul_gelu_backward_input0; C and OC multiples of 4."""
     transposed = wgmma.transpose(weight, stream)
@@ -197,7 +197,7 @@ def matmul_backward_weight10(dweight, dout, inp, accumulate, *, stream=0):
     engine.multiply(dweight, dout, inp, a_m_major=True, b_m_major=True, epilogue=epilogue, extra=dweight, stream=stream)
 
 
-@matmul_backward_weight.version(12, "wgmma, the smaller operand transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+@matmul_backward_weight.version(12, "wgmma, one operand transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_backward_weight12(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight0; C, OC and N multiples of 4. Where dout is the smaller, dweight.T = inp.T @ dout is computed,
     and stored the other way round."""

@@ -215,7 +215,7 @@ def matmul_forward_kernel4(out, inp, weight, bias, has_bias):
     x, y = cuda.threadIdx.x % 64, cuda.threadIdx.x // 64
     row, k0 = cuda.threadIdx.x // 8, cuda.threadIdx.x % 8  # what this thread loads
     n, o = cuda.blockIdx.y * 64, cuda.blockIdx.x * 64
-    C = inp.shape[1]
+    (N, C), OC = inp.shape, weight.shape[0]
     for i in range(8):
         sums[i] = float32(0)
     for c in range(0, C, 8):
@@ -250,7 +250,7 @@ def matmul_forward_kernel5(out, inp, weight, bias, has_bias):
     x, y = cuda.threadIdx.x % 16, cuda.threadIdx.x // 16
     k0 = cuda.threadIdx.x % 8
     n, o = cuda.blockIdx.y * 128, cuda.blockIdx.x * 128
-    C = inp.shape[1]
+    (N, C), OC = inp.shape, weight.shape[0]
     for i in range(8):
         for j in range(8):
             sums[i, j] = float32(0)
