@@ -356,7 +356,12 @@ def test_weights_that_are_no_numbers_are_told_from_a_high_learning_rate(tiny, tm
 
 def training_of(*flags):
     return subprocess.Popen(
-        [*COMMAND, *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+        [*COMMAND, *map(str, flags)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore Ctrl-C
     )
 
 
