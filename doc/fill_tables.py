@@ -36,7 +36,7 @@ def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
     unit = "TFLOP/s" if any(row["tflops"] for row in rows) else "GB/s"
     lines = [f"| version | what it does | us | {unit} | of the roofline | against version 1 |", "|--:|---|--:|--:|--:|--:|"]
     first = next((row["us"] for row in rows if row["version"] == 1), None)
-    fastest = min((row["us"] for row in rows if row["us"] and row["right"]), default=None)
+    fastest = min((row["us"] for row in rows if row["us"] and row["right"] is not False), default=None)
     for row in rows:
         if only and row["version"] not in only:
             continue

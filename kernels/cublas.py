@@ -122,11 +122,12 @@ def _plan(handle, a, b, c, d, trans_a, trans_b, epilogue, aux_ld, tf32, alignmen
             handle, description, *layouts, preference, CANDIDATES, results.ptr, ctypes.addressof(found)
         )
     except lt.cuBLASLtError as error:
-        raise ShapeError(f"cuBLASLt has no algorithm for {epilogue} at this shape and alignment: {error}") from None
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise ShapeError(f"needs a shape for which cuBLASLt has an algorithm with {epilogue} ({reason})") from None
     finally:
         lt.matmul_preference_destroy(preference)
     if not found.value:
-        raise ShapeError(f"cuBLASLt has no algorithm for {epilogue} at this shape and alignment")
+        raise ShapeError(f"needs a shape for which cuBLASLt has an algorithm with {epilogue}")
     return description, layouts, results[: found.value]
 
 

@@ -52,14 +52,13 @@ def choose(times: dict[int, float], repeatable: set[int]) -> int:
 def pick_from(op, rows: list) -> int | None:
     """The version to use, from the rows (kernels.ladder.Row) of an op at every shape of the trainer; None where none is
     right at all of them."""
-    times: dict[int, float] = {}
-    out: set[int] = set()  # wrong somewhere, or refuses a shape
+    shapes: dict[tuple, dict[int, float]] = {}  # what was right, with its time, by shape
     for row in rows:
-        if row.us is None or row.right is False:
-            out.add(row.version)
-        else:
-            times[row.version] = times.get(row.version, 0) + row.us
-    times = {number: time for number, time in times.items() if number not in out}
+        right_here = shapes.setdefault(tuple(row.shape.items()), {})
+        if row.us is not None and row.right is not False:
+            right_here[row.version] = row.us
+    everywhere = set.intersection(*(set(times) for times in shapes.values())) if shapes else set()
+    times = {number: sum(times[number] for times in shapes.values()) for number in everywhere}
     return choose(times, {v.number for v in op.versions.values() if v.repeatable}) if times else None
 
 

@@ -183,13 +183,14 @@ def test_a_repeatable_version_is_picked_unless_it_costs_more_than_five_percent_a
     assert pick.choose({1: 9.0, 2: 5.0}, repeatable=set()) == 2
 
 
-def test_what_is_wrong_or_refuses_at_one_shape_of_the_trainer_is_not_picked():
+def test_what_is_wrong_or_refuses_or_was_not_timed_at_one_shape_of_the_trainer_is_not_picked():
     op = load_all()["gelu_forward"]
-    row = lambda version, us, right=True: Row(op.name, version, "", {}, us=us, right=right)  # noqa: E731
-    assert pick.pick_from(op, [row(1, 9.0), row(2, 5.0), row(1, 9.0), row(2, 5.0)]) == 2
-    assert pick.pick_from(op, [row(1, 9.0), row(2, 5.0), row(1, 9.0), row(2, 5.0, right=False)]) == 1
-    assert pick.pick_from(op, [row(1, 9.0), row(2, 5.0), row(1, 9.0), row(2, None)]) == 1
-    assert pick.pick_from(op, [row(1, None)]) is None
+    row = lambda version, N, us, right=True: Row(op.name, version, "", {"N": N}, us=us, right=right)  # noqa: E731
+    assert pick.pick_from(op, [row(1, 4, 9.0), row(2, 4, 5.0), row(1, 8, 9.0), row(2, 8, 5.0)]) == 2
+    assert pick.pick_from(op, [row(1, 4, 9.0), row(2, 4, 5.0), row(1, 8, 9.0), row(2, 8, 5.0, right=False)]) == 1
+    assert pick.pick_from(op, [row(1, 4, 9.0), row(2, 4, 5.0), row(1, 8, 9.0), row(2, 8, None)]) == 1
+    assert pick.pick_from(op, [row(1, 4, 9.0), row(2, 4, 5.0), row(1, 8, 9.0)]) == 1
+    assert pick.pick_from(op, [row(1, 4, None)]) is None
 
 
 def test_picks_are_kept_by_card(tmp_path, monkeypatch):
