@@ -24,7 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 BENCHMARKS = ROOT / "doc" / "benchmarks"
 MARKER = re.compile(r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<old>.*?)(<!-- /table -->)", re.DOTALL)
-LLM_C = {"llm.c train_gpt2_fp32.cu with cuBLASLt": 27.2, "llm.c train_gpt2_fp32.cu, newest": 54.5}  # measured once, on an H200
+APART = {  # measured once, on an H200, and not by kernels/bench.py
+    "llm.c train_gpt2_fp32.cu with cuBLASLt": 27.2,
+    "llm.c train_gpt2_fp32.cu, newest": 54.5,
+    "PyTorch torch.compile": 31.2,
+}
 
 
 def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
@@ -50,8 +54,15 @@ def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
         lines.append(f"| {number} | {what} | {row['us']:,.1f} | {rate} | {row['of_roofline']:.0%} | {gain} |")
     if only:
         return lines
+    for other in results.get("others", {}).get(op, []):
+        if other["shape"] == shape:
+            gain = f"{first / other['us']:.1f}x" if first else ""
+            lines.append(f"| | {other['name']} | {other['us']:,.1f} | | | {gain} |")
     sizes = ", ".join(f"{name} = {size}" for name, size in shape.items())
-    return [*lines, "", f"{results['card']}, {sizes}; L2 flushed between runs, median of 30. [Raw numbers]({raw(results)})"]
+    flush = "flushed between runs"
+    if any(row.get("flush") == "written" for row in rows):
+        flush += " by writing, whose write-back falls into the run (up to 14 us)"
+    return [*lines, "", f"{results['card']}, {sizes}; L2 {flush}; medians. [Raw numbers]({raw(results)})"]
 
 
 def best_table(results: dict, op: str) -> list[str]:
@@ -74,7 +85,7 @@ def best_table(results: dict, op: str) -> list[str]:
 
 
 def steps_table(results: dict) -> list[str]:
-    steps = {**results.get("steps", {}), **(LLM_C if "H200" in results["card"] else {})}
+    steps = {**(APART if "H200" in results["card"] else {}), **results.get("steps", {})}
     if not results.get("steps"):
         return ["*The training step has not been measured yet.*"]
     ours = results["steps"]["llm.numba"]
@@ -82,7 +93,8 @@ def steps_table(results: dict) -> list[str]:
     for name, ms in sorted(steps.items(), key=lambda item: item[1]):
         bold = "**" if name == "llm.numba" else ""
         lines.append(f"| {bold}{name}{bold} | {bold}{ms:.2f}{bold} | {4096e3 / ms:,.0f} |")
-    note = "llm.c's two lines were measured apart from the others, on a card of the same kind. " if LLM_C.keys() & steps else ""
+    apart = [name for name in steps if name not in results["steps"]]
+    note = f"Measured apart, on another card of the kind: {', '.join(apart)}. " if apart else ""
     packages = results["packages"]
     with_ = f"{results['card']}, numba-cuda {packages['numba-cuda']}, torch {packages['torch']}"
     said = f"{with_}; fp32 storage, TF32 products unless said. {note}Ours is {ours:.2f} ms. [Raw numbers]({raw(results)})"
@@ -120,7 +132,8 @@ def card_table(results: dict) -> list[str]:
     lines += [f"| packages | {versions} |"]
     lines += [f"| copy bandwidth | {r['bandwidth'] / 1e12:.2f} TB/s, read and written |"]
     lines += [f"| fp32 multiply-adds | {r['fp32'] / 1e12:.1f} TFLOP/s |", f"| TF32, 8192 cubed | {r['tf32'] / 1e12:.0f} TFLOP/s |"]
-    return lines + ([f"| commit | {results['commit']} |"] if results.get("commit") else [])
+    commits = sorted({row["commit"] for row in results["rows"] if row.get("commit")} or {results.get("commit", "")})
+    return [*lines, f"| commits of the code | {', '.join(commits)} |"]
 
 
 def shape_of(op: str) -> dict:

@@ -9,6 +9,7 @@ makes the tables and the plots. torch is used here and in tests alone.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -51,7 +52,7 @@ def measure_ops(names: list[str], results: dict, checked: bool = True) -> None:
                 best = min((row.us for row in rows if row.us), default=0)
                 versions = [op.versions[row.version] for row in rows if row.us and row.us <= SLOW * best]
             keep = [old for old in results.get("rows", []) if (old["op"], old["shape"]) != (op.name, shape)]
-            results["rows"] = keep + [asdict(row) for row in rows]
+            results["rows"] = keep + [{**asdict(row), "commit": commit()} for row in rows]
             save(results)
         number = pick_from(op, for_trainer)
         if number is not None:
@@ -202,13 +203,15 @@ def load() -> dict:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
+@functools.cache
+def commit() -> str:
+    """What is measured; empty outside of a git checkout."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def save(results: dict) -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     facts = {**card(), "roofline": roofline()}
-    if commit:
-        facts["commit"] = commit
     rest = {key: value for key, value in results.items() if key not in facts}
     FOLDER.mkdir(parents=True, exist_ok=True)
     file = FOLDER / f"{facts['card'].replace(' ', '-')}.json"
