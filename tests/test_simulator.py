@@ -112,28 +112,6 @@ def test_dynamic_shared_arrays_are_one_memory_of_the_size_that_the_launch_asked_
     assert out[0] == 50
 
 
-@cuda.jit(device=True)
-def put_or_get(t, put):
-    array = cuda.shared.array(16, int32)
-    if put:
-        array[t] = 10 * t
-    return array[t % 16]
-
-
-@cuda.jit
-def device_function_kernel(out):
-    t = cuda.threadIdx.x
-    if t < 16:
-        put_or_get(t, True)
-    cuda.syncthreads()
-    out[t] = put_or_get(t, False)
-
-
-@fact
-def test_a_shared_array_belongs_to_the_device_function_that_declares_it():
-    assert (run(device_function_kernel, 1, 32, np.zeros(32, np.int32)) == 10 * (LANES % 16)).all()
-
-
 @cuda.jit
 def local_kernel(out):
     mine = cuda.local.array((2, 3), float32)
