@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from data.files import DataError, die_of_ctrl_c, heed_ctrl_c
+from data.files import DataError, end_by_ctrl_c, heed_ctrl_c
 
 # numba and all that needs it are imported further down, so that the first line stands there at once.
 
@@ -397,9 +397,7 @@ def main() -> None:
     try:
         train(read_flags(sys.argv[1:]))
     except KeyboardInterrupt:
-        die_of_ctrl_c()
-        print("\nstopped by Ctrl-C", flush=True)
-        sys.exit(130)
+        end_by_ctrl_c("stopped by Ctrl-C", sys.stdout)
     except BrokenPipeError:
         os._exit(1)  # whoever read our lines has gone: nobody is left to tell
     except DataError as error:

@@ -14,7 +14,7 @@ from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn, TextIO
 
 import numpy as np
 
@@ -165,9 +165,15 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def die_of_ctrl_c() -> None:
-    """From here on Ctrl-C ends the program at once, without a word: while it imports, and while it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def end_by_ctrl_c(line: str, file: TextIO | None) -> NoReturn:
+    """Prints the line and ends with 130, at once: Python's own way out crashes, now and then, in an LLVM that was interrupted,
+    and a second Ctrl-C would show a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # whoever read our lines may have gone
+        if sys.stdout:
+            sys.stdout.flush()  # what was printed before is not lost
+        print(f"\n{line}", file=file, flush=True)
+    os._exit(130)
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -178,6 +184,4 @@ def run_script(main: Callable[[], None]) -> None:
     except DataError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        die_of_ctrl_c()
-        print("\nstopped: run it again to go on", file=sys.stderr)
-        sys.exit(130)
+        end_by_ctrl_c("stopped: run it again to go on", sys.stderr)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from data.files import die_of_ctrl_c, heed_ctrl_c
+from data.files import end_by_ctrl_c, heed_ctrl_c
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 YOURS = 999  # the number under which a learner's launcher joins the ladder
@@ -45,9 +45,7 @@ def main(layer: str, arguments: list[str] | None = None) -> None:
         asked = parse(layer, ops, arguments)
         answer(asked, ops)
     except KeyboardInterrupt:
-        die_of_ctrl_c()
-        print("\nstopped by Ctrl-C", file=sys.stderr)
-        sys.exit(130)
+        end_by_ctrl_c("stopped by Ctrl-C", sys.stderr)
 
 
 def answer(asked: argparse.Namespace, ops: list) -> None:

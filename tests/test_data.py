@@ -133,6 +133,14 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path):
     assert path.read_bytes() == b"old"
 
 
+def test_a_reader_keeps_the_tokens_that_it_has_mapped(tmp_path):
+    path = tmp_path / "t.bin"
+    write_tokens(path, [1, 2, 3])
+    tokens = read_tokens(path)
+    write_tokens(path, [4])  # another file: the old one is not written into
+    assert tokens.tolist() == [1, 2, 3]
+
+
 def test_an_unwritable_place_is_named(tmp_path):
     with pytest.raises(DataError, match=r"cannot write .*none/t.bin \(No such file or directory\)"):
         write_tokens(tmp_path / "none" / "t.bin", [1])
@@ -503,11 +511,23 @@ def test_ctrl_c_while_c_calls_python_comes_again():
     assert (result.stdout, result.stderr) == ("heard\n", "")
 
 
+def test_ctrl_c_loses_nothing_that_was_printed():
+    code = (
+        "import signal; from data.files import run_script\n"
+        "def main(): print('a line'); signal.raise_signal(signal.SIGINT)\n"
+        "run_script(main)"
+    )
+    result = run("-c", code)
+    assert (result.returncode, result.stdout) == (130, "a line\n")
+    assert result.stderr == "\nstopped: run it again to go on\n"
+
+
 def test_ctrl_c_ends_a_script_in_one_line(capsys, monkeypatch):
     def main():
         raise KeyboardInterrupt
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own
+    monkeypatch.setattr(os, "_exit", sys.exit)  # and goes on
     with pytest.raises(SystemExit) as end:
         run_script(main)
     assert end.value.code == 130

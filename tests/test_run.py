@@ -1,6 +1,7 @@
 """run.py, the picker and the docs' tables: what a learner types, and what they are told."""
 
 import json
+import os
 import re
 import signal
 import sys
@@ -140,6 +141,7 @@ def test_a_file_may_have_any_name(capsys, tmp_path, name):
 
 def test_ctrl_c_ends_it_in_one_line(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own
+    monkeypatch.setattr(os, "_exit", sys.exit)  # and goes on
     (tmp_path / "mine.py").write_text("raise KeyboardInterrupt")
     code, _, errors = run(capsys, "--file", str(tmp_path / "mine.py"), "--pass", "forward")
     assert (code, errors) == (130, "\nstopped by Ctrl-C\n")
