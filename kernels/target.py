@@ -6,6 +6,7 @@ This module comes first: it sets numba's cache folder before anything imports nu
 
 import hashlib
 import os
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -18,8 +19,16 @@ def _cache_folder() -> Path:
     of_layers = [file for file in HERE.glob("*/*.py") if file.stem not in ("__init__", "forward", "backward", "run")]
     for file in [HERE / "device.py", HERE / "intrinsics.py", HERE / "reduce.py", *sorted(of_layers)]:
         shared.update(file.read_bytes())
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "llm.numba" / shared.hexdigest()[:12]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    for parent in (Path(home), Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"):  # a container may have no home
+        folder = parent / "llm.numba" / shared.hexdigest()[:12]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError:
+            continue
+    raise SystemExit("error: no folder for compiled kernels can be written: set XDG_CACHE_HOME to one that can")
 
 
 CACHE_FOLDER = _cache_folder()

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -231,3 +232,18 @@ def test_the_tables_of_the_docs_are_those_of_the_committed_numbers(monkeypatch):
     for page in [ROOT / "README.md", *(ROOT / "doc").glob("*.md")]:
         assert fill_tables.fill(page, results) == page.read_text(), f"{page.name}: run `make doc-tables`"
     assert "fill_tables" in sys.modules
+
+
+@pytest.mark.parametrize("home", ["/proc", "/dev/null"])
+def test_without_a_home_that_can_be_written_compiled_code_goes_to_the_temporary_folder(home, tmp_path):
+    code = "import kernels.target as target; print(target.CACHE_FOLDER)"
+    environment = {"HOME": home, "TMPDIR": str(tmp_path), "LLM_NUMBA_TARGET": "simulator"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(str(tmp_path))
+
+
+def test_run_py_needs_no_installed_project(tmp_path):
+    environment = {"HOME": str(tmp_path), "LLM_NUMBA_TARGET": "simulator"}
+    words = [sys.executable, str(ROOT / "kernels" / "gelu" / "run.py"), "--list"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "gelu_forward(out, inp)" in done.stdout
