@@ -1,0 +1,203 @@
+"""The engines of the matmul: right for every layout, split and ending, and in registers."""
+
+import functools
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+
+import cpu_reference
+from kernels.device import TARGET, to_device, to_host
+from kernels.intrinsics import to_tf32
+from kernels.matmul import engine, wgmma
+from kernels.matmul.engine import ADD, BIAS, BIAS_GELU, BIAS_RESIDUAL, SLOPE, STORE, in_tile, round_tf32, swizzle
+
+in_the_simulator = pytest.mark.skipif(TARGET != "simulator", reason="run with LLM_NUMBA_TARGET=simulator")
+rng = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def relative_error(result, truth):
+    return np.linalg.norm(result - truth) / np.linalg.norm(truth)
+
+
+def finished(product, epilogue, bias, extra):
+    """What an epilogue makes of a product, in float64; and what it leaves in `extra`."""
+    product, bias, extra = (x.astype(np.float64) for x in (product, bias, extra))
+    if epilogue == STORE:
+        return product, None
+    if epilogue == BIAS:
+        return product + bias, None
+    if epilogue == BIAS_RESIDUAL:
+        return extra + product + bias, None
+    if epilogue == ADD:
+        return extra + product, None
+    out = np.empty(product.size)
+    if epilogue == BIAS_GELU:
+        pre = product + bias
+        cpu_reference.gelu_forward(out, pre.ravel())
+        return out.reshape(pre.shape), pre
+    cpu_reference.gelu_backward(out, extra.ravel(), product.ravel())
+    return out.reshape(product.shape), None
+
+
+@in_the_simulator
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("a_m_major", [False, True])
+@pytest.mark.parametrize("b_m_major", [False, True])
+@pytest.mark.parametrize(("M", "N", "K", "splits"), [(40, 36, 68, 1), (5, 7, 33, 1), (33, 8, 100, 3)])
+def test_the_engine_multiplies_every_layout_whole_and_split(M, N, K, splits, a_m_major, b_m_major, tf32):
+    a, b = normal(M, K), normal(N, K)
+    out = np.full((M, N), np.nan, np.float32)
+    lie = lambda x, m_major: np.ascontiguousarray(x.T) if m_major else x  # noqa: E731
+    engine.multiply(
+        out, lie(a, a_m_major), lie(b, b_m_major),
+        a_m_major=a_m_major, b_m_major=b_m_major, tf32=tf32, splits=splits,
+    )  # fmt: skip
+    assert relative_error(out, a.astype(np.float64) @ b.T) < (2e-3 if tf32 else 1e-5)
+
+
+@in_the_simulator
+@pytest.mark.parametrize("epilogue", [STORE, BIAS, BIAS_GELU, BIAS_RESIDUAL, SLOPE, ADD])
+@pytest.mark.parametrize(("N", "splits"), [(12, 1), (12, 2), (7, 1)])
+def test_the_engine_ends_as_told(epilogue, N, splits):
+    M, K = 9, 40
+    a, b, bias, extra = normal(M, K), normal(N, K), normal(N), normal(M, N)
+    out, truth = np.full((M, N), np.nan, np.float32), finished(a.astype(np.float64) @ b.T, epilogue, bias, extra)
+    if epilogue == ADD:
+        out = extra
+    engine.multiply(out, a, b, epilogue=epilogue, bias=bias, extra=extra, tf32=False, splits=splits)
+    assert relative_error(out, truth[0]) < 1e-5
+    if truth[1] is not None:
+        assert relative_error(extra, truth[1]) < 1e-5
+
+
+@in_the_simulator
+@pytest.mark.parametrize("a_m_major", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_wgmma_multiplies_every_layout_that_it_knows(a_m_major, transposed, splits):
+    M, N, K = 68, 20, 132  # two warp groups, three pairs of steps
+    a, b = normal(M, K), normal(N, K)
+    out = np.full((N, M) if transposed else (M, N), np.nan, np.float32)
+    wgmma.multiply(
+        out, np.ascontiguousarray(a.T) if a_m_major else a, b,
+        a_m_major=a_m_major, transposed=transposed, tile=wgmma.Tile(2, 64), splits=splits,
+    )  # fmt: skip
+    truth = a.astype(np.float64) @ b.T
+    assert relative_error(out, truth.T if transposed else truth) < 2e-3
+
+
+@in_the_simulator
+@pytest.mark.parametrize(("epilogue", "transposed"), [(BIAS_GELU, False), (BIAS_RESIDUAL, False), (SLOPE, True), (ADD, True)])
+def test_wgmma_ends_as_told(epilogue, transposed):
+    M, N, K = 20, 24, 36
+    a, b, bias, extra = normal(M, K), normal(N, K), normal(N), normal(M, N)
+    truth = finished(a.astype(np.float64) @ b.T, epilogue, bias, extra)
+    extra = np.ascontiguousarray(extra.T) if transposed else extra
+    out = extra if epilogue == ADD else np.full_like(extra, np.nan)
+    bias = None if transposed else bias
+    wgmma.multiply(
+        out, a, b, epilogue=epilogue, bias=bias, extra=extra, transposed=transposed, tile=wgmma.Tile(1, 64), splits=1
+    )
+    assert relative_error(out.T if transposed else out, truth[0]) < 2e-3
+    if truth[1] is not None:
+        assert relative_error(extra, truth[1]) < 2e-3
+
+
+@in_the_simulator
+def test_rounding_for_the_tensor_cores_is_to_nearest_and_keeps_nan():
+    def seen(x):
+        """Of a float32, what a tensor core sees."""
+        return (np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+    numbers = [*normal(500), 0.0, -0.0, 1e-38, -3e38, 1 + 2.0**-11, -1 - 2.0**-11, np.inf, -np.inf]
+    assert all(seen(round_tf32(x)) == to_tf32(x) for x in map(np.float32, numbers))
+    for bits in (0x7FFFFFFF, 0x7FC00000, 0xFFC00000):
+        assert np.isnan(seen(round_tf32(np.uint32(bits).view(np.float32))))
+
+
+@in_the_simulator
+def test_a_nan_in_an_operand_reaches_the_product():
+    a, b = normal(4, 8), normal(4, 8)
+    a[2, 3] = np.uint32(0x7FFFFFFF).view(np.float32)
+    out = np.zeros((4, 4), np.float32)
+    engine.multiply(out, a, b)
+    assert np.array_equal(np.isnan(out).any(axis=1), [False, False, True, False])
+
+
+@in_the_simulator
+def test_no_read_of_a_tile_waits_for_a_bank():
+    def turns(starts, width):
+        words = {start + i for start in starts for i in range(width)}
+        return max(sum(word % 32 == bank for word in words) for bank in range(32))
+
+    for eighth in range(4):
+        for half in (range(4), range(4, 8)):
+            places = [(g, t) for g in half for t in range(4)]
+            starts = [128 * g + 4 * swizzle(g, 2 * eighth + t // 2) + 2 * (t % 2) for g, t in places]
+            assert turns(starts, 2) == 1
+        for quarter in range(4):
+            starts = [(8 * eighth + t) * (128 + engine.PAD) + 4 * g for g in (2 * quarter, 2 * quarter + 1) for t in range(4)]
+            assert turns(starts, 4) == 1
+    assert sorted(map(in_tile, range(32))) == list(range(32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("core", ["fp32", "tf32", "wgmma"])
+@pytest.mark.parametrize(("N", "C", "OC"), [(3, 8, 50260), (4100, 768, 772), (1000, 3072, 768)])
+def test_edges_and_splits_are_right_on_the_gpu(core, N, C, OC):
+    inp, weight = normal(N, C), normal(OC, C)
+    out = to_device(np.full((N, OC), np.nan, np.float32))
+    if core == "wgmma":
+        if reason := wgmma.missing():
+            pytest.skip(reason)
+        wgmma.multiply(out, to_device(inp), to_device(weight))
+    else:
+        engine.multiply(out, to_device(inp), to_device(weight), tf32=core == "tf32")
+    truth = inp.astype(np.float64) @ weight.T
+    assert relative_error(to_host(out), truth) < (1e-5 if core == "fp32" else 2e-3)
+
+
+# ---- compiled, with no GPU ----
+
+
+@functools.cache
+def ptx_of(core: str) -> str:
+    """The PTX for an H100 of the kernel that the model's shapes get."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=check_target) as pool:
+        os.environ["LLM_NUMBA_TARGET"] = "compile"
+        try:
+            return pool.submit(compile_core, core).result()
+        finally:
+            os.environ["LLM_NUMBA_TARGET"] = TARGET
+
+
+def check_target():
+    assert TARGET == "compile"
+
+
+def compile_core(core: str) -> str:
+    from kernels import compile as compiler
+
+    inp, weight, out = (np.empty((256, 256), np.float32) for _ in range(3))
+    compiler._current.append({(9, 0): []})
+    if core == "wgmma":
+        wgmma.multiply(out, inp, weight, tile=wgmma.Tile(), splits=1)
+    else:
+        engine.multiply(out, inp, weight, tile=engine.TF32 if core == "tf32" else engine.FP32, splits=1)
+    return compiler._current.pop()[9, 0][0][1]
+
+
+@pytest.mark.parametrize(
+    ("core", "instruction", "count"), [("fp32", "fma.rn", 512), ("tf32", "mma.sync", 128), ("wgmma", "wgmma.mma", 8)]
+)
+def test_the_sums_stay_in_registers(core, instruction, count):
+    ptx = ptx_of(core)
+    assert ".local" not in ptx, "an array has left its registers"
+    assert ptx.count(instruction) >= count
