@@ -8,8 +8,8 @@ bytes, their 16-byte chunks swizzled; M-major ones with rows padded by 32 bytes:
 
 A lane's elements of a fragment lie K apart or M apart in the definition of mma.m16n8k8. But a sum may be taken in any
 order, and rows of a tile may be dealt to lanes in any order, as long as a and b agree on the first and the store knows of
-the second. So lane 4 g + t takes, of 16 steps along K, the neighbouring 4 t to 4 t + 3, and of 32 rows the neighbouring
-4 g to 4 g + 3: whatever the layout, it reads 16 bytes at a time, and it stores 32 bytes of a row of out.
+the second. So lane 4 g + t takes, of 8 steps along K, the neighbouring 2 t and 2 t + 1, and of 32 rows the neighbouring
+4 g to 4 g + 3: it reads 8 bytes at a time of a K-major tile, 16 of an M-major one, and stores 16 of a row of out.
 """
 
 import functools

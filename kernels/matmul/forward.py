@@ -10,9 +10,10 @@ version 6: 16-byte loads; tiles transposed on the way into shared memory, so tha
 version 7: a warp's tile, dealt to its lanes so that no two of them meet in a bank, with the next tile on its way in registers
 version 8: cp.async brings tiles while the sums go on, three stages deep (kernels/matmul/engine.py)
 version 9: TF32 on the tensor cores, mma.sync, a fragment a load: ldmatrix
-version 10: the engine with mma.sync: three stages, warps' tiles of 64 x 64, both fragments in 16-byte loads, split K
+version 10: the engine with mma.sync: three stages, warps' tiles of 64 x 64, fragments in 8- and 16-byte loads, split K
 version 11: its epilogue: bias, bias and GELU, bias and residual (in version 10 the bias is there already)
-version 12: wgmma: four warps together, the weight read from shared memory by the tensor core (kernels/matmul/wgmma.py)
+version 12: wgmma: four warps together, the weight read from shared memory by the tensor core (kernels/matmul/wgmma.py), which
+    cuts it off to TF32 where all others round to nearest
 """
 
 import numpy as np
@@ -456,7 +457,7 @@ def matmul_forward10(out, inp, weight, bias, *, stream=0):
     engine.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
 
 
-@matmul_forward.version(12, "TF32 wgmma: tensor cores read the weight", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+@matmul_forward.version(12, "TF32 wgmma: tensor cores read the weight, and cut it off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_forward12(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0; C and OC multiples of 4."""
     epilogue = engine.STORE if bias is None else engine.BIAS
@@ -485,7 +486,7 @@ def matmul_gelu_forward11(out, pre, inp, weight, bias, *, stream=0):
     engine.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
 
 
-@matmul_gelu_forward.version(12, "the same with wgmma", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+@matmul_gelu_forward.version(12, "the same with wgmma, the weight cut off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_gelu_forward12(out, pre, inp, weight, bias, *, stream=0):
     """As matmul_gelu_forward0; C and OC multiples of 4."""
     wgmma.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
@@ -503,7 +504,7 @@ def matmul_residual_forward11(out, inp, weight, bias, residual, *, stream=0):
     engine.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
 
 
-@matmul_residual_forward.version(12, "the same with wgmma", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+@matmul_residual_forward.version(12, "the same with wgmma, the weight cut off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_residual_forward12(out, inp, weight, bias, residual, *, stream=0):
     """As matmul_residual_forward0; C and OC multiples of 4."""
     wgmma.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
