@@ -457,7 +457,7 @@ def matmul_forward10(out, inp, weight, bias, *, stream=0):
     engine.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
 
 
-@matmul_forward.version(12, "TF32 wgmma: tensor cores read the weight, and cut it off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+@matmul_forward.version(12, "TF32 wgmma, the weight cut off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_forward12(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0; C and OC multiples of 4."""
     epilogue = engine.STORE if bias is None else engine.BIAS
@@ -486,7 +486,7 @@ def matmul_gelu_forward11(out, pre, inp, weight, bias, *, stream=0):
     engine.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
 
 
-@matmul_gelu_forward.version(12, "the same with wgmma, the weight cut off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+@matmul_gelu_forward.version(12, "wgmma, the weight cut off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_gelu_forward12(out, pre, inp, weight, bias, *, stream=0):
     """As matmul_gelu_forward0; C and OC multiples of 4."""
     wgmma.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
@@ -504,7 +504,7 @@ def matmul_residual_forward11(out, inp, weight, bias, residual, *, stream=0):
     engine.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
 
 
-@matmul_residual_forward.version(12, "the same with wgmma, the weight cut off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+@matmul_residual_forward.version(12, "wgmma, the weight cut off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_residual_forward12(out, inp, weight, bias, residual, *, stream=0):
     """As matmul_residual_forward0; C and OC multiples of 4."""
     wgmma.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
