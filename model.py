@@ -136,7 +136,6 @@ class GPT2:
         self.grads = self.moments = self.gradients = None
         self._activations: dict[tuple[int, int], Tensors] = {}
         self._buffer = None
-        self.grad_norm = 0.0
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, device: str = "cpu", **options) -> "GPT2":
@@ -154,6 +153,11 @@ class GPT2:
     def save(self, path: str | Path) -> None:
         """Writes llm.c's checkpoint file."""
         write_checkpoint(path, self.config, self.backend.download(self.params.buffer))
+
+    @property
+    def grad_norm(self) -> float:
+        """Of all gradients together, as the last update saw them; not finite where one of them is not."""
+        return math.sqrt(self.norm_squared.host[0])
 
     @property
     def num_parameters(self) -> int:
@@ -340,7 +344,6 @@ class GPT2:
         self._set_update(learning_rate, step, grad_scale)
         constants = (beta1, beta2, eps, weight_decay)
         self.backend.run(("update", *constants), lambda: self._update(*constants))
-        self.grad_norm = math.sqrt(self.norm_squared.host[0])
 
     def train_step(
         self, inputs: np.ndarray, targets: np.ndarray, learning_rate: float, step: int,
@@ -358,9 +361,6 @@ class GPT2:
             self._update(*constants)
 
         self.backend.run(("train", acts.B, acts.T, *constants), whole_step)
-        self.grad_norm = (
-            math.sqrt(max(self.norm_squared.host[0], 0)) if np.isfinite(self.norm_squared.host[0]) else math.nan
-        )
         return float(acts.losses.host.mean(dtype=np.float64))
 
     def next_logits(self, tokens: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ from kernels.ladder import card, measure, roofline
 from kernels.op import load_all
 from kernels.pick import keep_pick, pick_from
 from kernels.profile import profile_step
-from model import GPT2, Tensors, parameter_shapes, random_parameters
+from model import GPT2, Tensors, config_of_size, parameter_shapes, random_parameters
 
 FOLDER = Path(__file__).parent.parent / "doc" / "benchmarks"
 B, T = 4, 1024
@@ -122,8 +122,6 @@ def _median_ms(step, steps: int) -> float:
 
 
 def random_parameters_of(size: str):
-    from model import config_of_size
-
     config = config_of_size(size)
     return config, random_parameters(config, 1337)
 
@@ -198,9 +196,12 @@ def compare_losses(prefix: str, results: dict, steps: int = 74) -> None:
 # ---- the file ----
 
 
+def results_file() -> Path:
+    return FOLDER / f"{card()['card'].replace(' ', '-')}.json"
+
+
 def load() -> dict:
-    file = FOLDER / f"{card()['card'].replace(' ', '-')}.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    return json.loads(results_file().read_text()) if results_file().exists() else {}
 
 
 @functools.cache
@@ -214,8 +215,7 @@ def save(results: dict) -> None:
     facts = {**card(), "roofline": roofline()}
     rest = {key: value for key, value in results.items() if key not in facts}
     FOLDER.mkdir(parents=True, exist_ok=True)
-    file = FOLDER / f"{facts['card'].replace(' ', '-')}.json"
-    file.write_text(json.dumps({**facts, **rest}, indent=1) + "\n")
+    results_file().write_text(json.dumps({**facts, **rest}, indent=1) + "\n")
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.device import ShapeError, free_scratch, synchronize, to_device, to_host
+from kernels.device import synchronize, to_device, to_host
 from kernels.op import Op, Version
 
 
@@ -86,5 +86,3 @@ def check(version: Version, problem: Problem, **options) -> dict[str, float]:
 def is_right(version: Version, errors: dict[str, float]) -> bool:
     return all(error <= version.tolerance for error in errors.values())
 
-
-__all__ = ["Problem", "Random", "ShapeError", "check", "free_scratch", "is_right", "relative_error"]

@@ -4,11 +4,9 @@ With LLM_NUMBA_TARGET=compile a launch does not run its kernel: it compiles it f
 compute capability that was asked for. So type errors that plain Python forgives show on any machine.
 """
 
-import json
 import os
-import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0)]
 
@@ -98,21 +96,6 @@ def compile_all(only: str = "") -> list[Compiled]:
     return report
 
 
-def in_a_process(only: str = "") -> list[Compiled]:
-    """compile_all in a process of its own, since the target is chosen at import."""
-    environment = {**os.environ, "LLM_NUMBA_TARGET": "compile"}
-    run = subprocess.run(
-        [sys.executable, "-m", "kernels.compile", "--json", only],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if run.returncode:
-        raise RuntimeError(run.stderr.strip().splitlines()[-1])
-    return [Compiled(**{**row, "cc": tuple(row["cc"])}) for row in json.loads(run.stdout)]
-
-
 def main() -> None:
     if os.environ.get("LLM_NUMBA_TARGET") != "compile":
         os.execve(
@@ -120,12 +103,8 @@ def main() -> None:
             [sys.executable, "-m", "kernels.compile", *sys.argv[1:]],
             {**os.environ, "LLM_NUMBA_TARGET": "compile"},
         )
-    as_json = "--json" in sys.argv
     only = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     report = compile_all(only)
-    if as_json:
-        print(json.dumps([asdict(row) for row in report]))
-        return
     for row in report:
         print(
             f"{row.op} {row.version} sm_{row.cc[0]}{row.cc[1]} {row.kernel}: {row.error or f'{len(row.ptx)} bytes of PTX'}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.device import TARGET, ShapeError, scratch
+from kernels.device import TARGET, ShapeError, card_name, cuda, scratch
 from kernels.target import CACHE_FOLDER
 
 WORKSPACE_BYTES = 64 << 20
@@ -164,8 +164,6 @@ class Choices:
 
     @staticmethod
     def _time(run: Callable[[], None], stream, repeats: int = 5) -> float:
-        from kernels.device import cuda
-
         run()
         start, end = cuda.event(), cuda.event()
         start.record(stream)
@@ -180,10 +178,7 @@ class Choices:
 def _choices(device: int) -> Choices:
     from nvmath.bindings import cublasLt
 
-    from kernels.device import cuda
-
-    name = cuda.get_current_device().name
-    return Choices(name.decode() if isinstance(name, bytes) else name, cublasLt.get_version())
+    return Choices(card_name(), cublasLt.get_version())
 
 
 def _is_captured(stream) -> bool:
@@ -203,8 +198,6 @@ def product(
     it reads or writes. alpha: a float32 (1,) array of the host. Raises ShapeError where cuBLASLt refuses.
     """
     from nvmath.bindings import cublasLt as lt
-
-    from kernels.device import cuda
 
     matrices = (a, b, add or d, d)
     extra = [address(bias)] if bias is not None else []

@@ -23,7 +23,7 @@ else:
 from kernels.intrinsics import *  # noqa: E402, F403  (after cuda is known)
 
 __all__ = [
-    "FULL_MASK", "SIMULATE", "TARGET", "WARP", "OutOfMemory", "ShapeError", "allocate", "big_shared", "ceil_div",
+    "FULL_MASK", "SIMULATE", "TARGET", "WARP", "OutOfMemory", "ShapeError", "allocate", "big_shared", "card_name", "ceil_div",
     "compute_capability", "cuda", "float32", "float64", "int32", "int64", "keep_compiled", "multiprocessors",
     "need", "scratch", "shared_limit", "synchronize", "to_device", "to_host", "uint32", "uint64", "zero",
 ]  # fmt: skip
@@ -128,6 +128,14 @@ def keep_compiled(kernel, *key):
 def compute_capability() -> tuple[int, int]:
     """(9, 0) on an H100. The simulator plays a card that knows every instruction."""
     return tuple(cuda.get_current_device().compute_capability) if TARGET == "gpu" else (9, 0)
+
+
+def card_name() -> str:
+    """As in "NVIDIA H200"; "simulator" where there is no card."""
+    if TARGET != "gpu":
+        return "simulator"
+    name = cuda.get_current_device().name
+    return name.decode() if isinstance(name, bytes) else name
 
 
 def multiprocessors() -> int:

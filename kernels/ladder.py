@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
 
-from kernels.check import Problem, ShapeError, check, is_right
-from kernels.device import SIMULATE, TARGET, cuda, multiprocessors
+from kernels.check import Problem, check, is_right
+from kernels.device import SIMULATE, TARGET, ShapeError, card_name, cuda, multiprocessors
 from kernels.op import Op, Version
 from kernels.target import CACHE_FOLDER
 from kernels.timing import measure_bandwidth, measure_fp32, time_launches
@@ -164,19 +164,14 @@ def card() -> dict:
             packages[name] = package_version(name)
         except PackageNotFoundError:
             packages[name] = None
-    facts = {"card": "simulator", "python": platform.python_version(), "packages": packages}
+    facts = {"card": card_name(), "python": platform.python_version(), "packages": packages}
     if TARGET == "gpu":
         facts |= {
-            "card": _text(cuda.get_current_device().name),
             "driver": _driver(),
             "cuda": ".".join(str(part) for part in cuda.runtime.get_version()),
             "multiprocessors": multiprocessors(),
         }
     return facts
-
-
-def _text(name) -> str:
-    return name.decode() if isinstance(name, bytes) else name
 
 
 def _driver() -> str:

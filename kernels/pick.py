@@ -25,10 +25,10 @@ def read_picks() -> dict[str, dict[str, int]]:
 
 def picks_for_this_card() -> dict[str, int]:
     """op -> version, for the card that is here."""
-    from kernels.ladder import card
+    from kernels.device import card_name
 
     tables = read_picks()
-    return {**tables.get("default", {}), **tables.get(card()["card"], {})}
+    return {**tables.get("default", {}), **tables.get(card_name(), {})}
 
 
 def write_picks(tables: dict[str, dict[str, int]]) -> None:
@@ -64,10 +64,10 @@ def pick_from(op, rows: list) -> int | None:
 
 def keep_pick(op: str, number: int) -> None:
     """Into the table of this card, and into the default one: a card that nobody has measured uses what this one does."""
-    from kernels.ladder import card
+    from kernels.device import card_name
 
     tables = read_picks()
-    for name in ("default", card()["card"]):
+    for name in ("default", card_name()):
         tables.setdefault(name, {})[op] = number
     write_picks(tables)
 

@@ -7,8 +7,8 @@ import cpu_reference
 from kernels.attention.backward import attention_backward
 from kernels.attention.forward import attention_forward
 from kernels.attention.tiles import HEAD_SIZES
-from kernels.check import Problem, check, free_scratch, is_right, relative_error
-from kernels.device import TARGET, ShapeError, synchronize, to_device, to_host
+from kernels.check import Problem, check, is_right, relative_error
+from kernels.device import TARGET, ShapeError, free_scratch, synchronize, to_device, to_host
 
 VERSIONS = [*attention_forward.versions.values(), *attention_backward.versions.values()]
 TINY = {"B": 1, "T": 5, "NH": 1, "hs": 16}

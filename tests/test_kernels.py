@@ -11,9 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 import pytest
 
-from kernels.check import Problem, check, free_scratch, is_right
+from kernels.check import Problem, check, is_right
 from kernels.compile import CAPABILITIES, compile_version
-from kernels.device import TARGET, ShapeError
+from kernels.device import TARGET, ShapeError, free_scratch
 from kernels.op import load_all
 
 OPS = load_all()

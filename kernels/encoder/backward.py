@@ -24,9 +24,9 @@ from kernels.device import (
     scratch,
     store4,
 )
-from kernels.encoder.forward import add4, encoder_forward, random_tokens, rows_touched, threads_of_row
+from kernels.encoder.forward import encoder_forward, random_tokens, rows_touched, threads_of_row
 from kernels.op import Op
-from kernels.reduce import warp_sum
+from kernels.reduce import add4, warp_sum
 
 
 def encoder_backward_inputs(rng, B, T, C, V, zipf):
@@ -209,7 +209,6 @@ SORT_WARPS = SORT_THREADS // WARP
 ROUNDS = POSITIONS // SORT_THREADS  # keys a thread
 DIGITS = 256  # a pass of the sort looks at eight bits
 WINDOW = 4  # keys a block of the second kernel
-WINDOW_AND_NEIGHBOURS = WINDOW + 2
 LONG_RUN_CHANNELS = 4 * WARP  # a block of the third kernel
 NEIGHBOURHOOD = WINDOW + 2  # with a neighbour on either side
 

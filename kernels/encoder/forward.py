@@ -11,6 +11,7 @@ import numpy as np
 import cpu_reference
 from kernels.device import WARP, ceil_div, cuda, load4, load4_readonly, need, store4
 from kernels.op import Op
+from kernels.reduce import add4
 
 
 def random_tokens(rng, B, T, V, zipf):
@@ -85,11 +86,6 @@ def encoder_forward_kernel2(out, inp, wte, wpe):
 def encoder_forward2(out, inp, wte, wpe, *, block_size=256, stream=0):
     """out: float32 (B, T, C); inp: int32 (B, T); wte: (V, C); wpe: (maxT, C) with maxT >= T, on the device."""
     encoder_forward_kernel2[ceil_div(out.size, block_size), block_size, stream](out, inp, wte, wpe)
-
-
-@cuda.jit(device=True, cache=True)
-def add4(a, b):
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
 
 
 @cuda.jit(cache=True, fastmath=True)
