@@ -7,6 +7,7 @@ order; tensors are views of it, made once. N stands for B*T rows; L, NH, C, V, V
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -262,8 +263,10 @@ class GPT2:
         c, p, ops, d, g = self.config, self.params, self.ops, self.gradients, self.grads
         for tensors in self.to_zero:
             self.backend.zero(tensors)
+        aside, join = self.backend.aside, self.backend.join  # no layer waits for the weights' gradients
         last = c.num_layers - 1
-        ops.matmul_backward_weight(g.wte, acts.logits, acts.lnf, False)
+        with aside(acts.logits):
+            ops.matmul_backward_weight(g.wte, acts.logits, acts.lnf, False)
         ops.matmul_backward_input(d.norm, acts.logits, p.wte)
         self.backend.zero(d.residual)
         ops.fused_residual_backward(
@@ -280,21 +283,29 @@ class GPT2:
         for l in reversed(range(c.num_layers)):
             if self.recompute:
                 ops.gelu_forward(acts.flat_gelu[l], acts.flat_fch[l])
-            ops.matmul_backward_weight(g.fcprojw[l], d.residual, acts.fch_gelu[l], False)
+            with aside(d.residual):
+                ops.matmul_backward_weight(g.fcprojw[l], d.residual, acts.fch_gelu[l], False)
+            join(d.hidden)
             ops.matmul_gelu_backward_input(d.hidden, d.residual, p.fcprojw[l], acts.fch[l])
-            ops.matmul_backward_bias(g.fcb[l], d.hidden)
-            ops.matmul_backward_weight(g.fcw[l], d.hidden, acts.ln2[l], False)
+            with aside(d.hidden):
+                ops.matmul_backward_bias(g.fcb[l], d.hidden)
+                ops.matmul_backward_weight(g.fcw[l], d.hidden, acts.ln2[l], False)
             ops.matmul_backward_input(d.norm, d.hidden, p.fcw[l])
+            join(d.residual)
             ops.fused_residual_backward(
                 d.residual, g.ln2w[l], g.ln2b[l], g.attprojb[l],
                 d.norm, acts.residual2[l], p.ln2w[l], acts.ln2_mean[l], acts.ln2_rstd[l],
             )  # fmt: skip
-            ops.matmul_backward_weight(g.attprojw[l], d.residual, acts.atty[l], False)
+            with aside(d.residual):
+                ops.matmul_backward_weight(g.attprojw[l], d.residual, acts.atty[l], False)
             ops.matmul_backward_input(d.norm, d.residual, p.attprojw[l])
+            join(d.qkv)
             ops.attention_backward(d.qkv3, d.norm3, acts.qkv3[l], acts.atty3[l], acts.lse[l], c.num_heads)
-            ops.matmul_backward_bias(g.qkvb[l], d.qkv)
-            ops.matmul_backward_weight(g.qkvw[l], d.qkv, acts.ln1[l], False)
+            with aside(d.qkv):
+                ops.matmul_backward_bias(g.qkvb[l], d.qkv)
+                ops.matmul_backward_weight(g.qkvw[l], d.qkv, acts.ln1[l], False)
             ops.matmul_backward_input(d.norm, d.qkv, p.qkvw[l])
+            join(d.residual)
             norm = p.ln1w[l], acts.ln1_mean[l], acts.ln1_rstd[l]
             if l:
                 ops.fused_residual_backward(
@@ -302,6 +313,7 @@ class GPT2:
                 )
             else:
                 ops.layernorm_backward(d.residual, g.ln1w[l], g.ln1b[l], d.norm, acts.encoded, *norm)
+        join()
         ops.encoder_backward(g.wte, g.wpe, d.residual3, acts.inputs.device)
 
     def _update(self, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
@@ -452,6 +464,11 @@ class CpuBackend:
 
     def zero(self, array) -> None:
         array.fill(0)
+
+    def aside(self, array) -> AbstractContextManager:
+        return nullcontext()
+
+    def join(self, array=None) -> None: ...
 
     def run(self, key: tuple, work: Callable[[], None]) -> None:
         work()

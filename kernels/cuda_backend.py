@@ -4,6 +4,9 @@ A launch from Python costs some 77 us of host time, and a training step is 300 l
 runs as written; the second time it is captured into a graph; from then on it is one launch of a few microseconds.
 Whatever changes from step to step (tokens, the step's number, the learning rate) is therefore read from device memory,
 and its copy from page-locked host memory is a node of the graph too.
+
+What nobody waits for, the weights' gradients, runs aside, on a second stream: the multiprocessors that the last blocks of
+one kernel leave idle take the first ones of another. In a graph that is a branch.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kernels.device import TARGET, allocate, cuda, free_scratch, zero
+from kernels.device import TARGET, allocate, cuda, free_scratch, scratch_of, zero
 from kernels.op import Picked
 from kernels.pick import picks_for_this_card
 from kernels.unfused import Unfused
@@ -25,21 +28,23 @@ class CudaBackend:
     def __init__(
         self, kernels: dict[str, int] | None = None, tf32: bool = True, graph: bool = True, fused: bool = True
     ):
-        from cuda.core import Device
+        from cuda.core import Device, StreamOptions
 
         if TARGET != "gpu":
             raise RuntimeError("no CUDA GPU was found: use --device cpu")
         device = Device(cuda.get_current_device().id)
         device.set_current()
-        self.core_stream = device.create_stream()
-        self.stream = cuda.external_stream(int(self.core_stream.handle))
-        self.graph = graph
+        priorities = -1, 0  # the main stream's blocks go first
+        self.core_streams = [device.create_stream(options=StreamOptions(priority=priority)) for priority in priorities]
+        self.stream, self.side = (cuda.external_stream(int(stream.handle)) for stream in self.core_streams)
+        self.graph, self.overlap = graph, True
+        self.readers: dict[int, object] = {}  # id of an array -> the event after the last that reads it aside
         self.graphs: dict[tuple, object] = {}
         self.warm: set[tuple] = set()
         self.progress = None
         picks = {**picks_for_this_card(), **(kernels or {})}
-        picked = Picked(picks, stream=self.stream, tf32=tf32, watch=self._compiling)
-        self.ops = picked if fused else Unfused(picked)
+        self.picked = Picked(picks, stream=self.stream, tf32=tf32, watch=self._compiling)
+        self.ops = self.picked if fused else Unfused(self.picked)
 
     def empty(self, shape, dtype, what: str):
         return allocate(shape, dtype, what)
@@ -66,22 +71,56 @@ class CudaBackend:
     def zero(self, array) -> None:
         zero(array, self.stream)
 
+    @contextmanager
+    def aside(self, array) -> Iterator[None]:
+        """What is queued within it comes after what was queued before, and beside what follows. It reads `array`: whoever
+        is to write there joins first."""
+        if not self.overlap:
+            yield
+            return
+        now, done = cuda.event(timing=False), cuda.event(timing=False)
+        now.record(self.stream)
+        now.wait(self.side)
+        self.picked.stream = self.side
+        try:
+            with scratch_of("aside"):
+                yield
+        finally:
+            self.picked.stream = self.stream
+        done.record(self.side)
+        self.readers[id(array)] = done
+
+    def join(self, array=None) -> None:
+        """Queue a wait for what reads `array` aside; for everything aside, if none is named."""
+        for key in [id(array)] if array is not None else list(self.readers):
+            if key in self.readers:
+                self.readers.pop(key).wait(self.stream)
+
     def run(self, key: tuple, work: Callable[[], None]) -> None:
         """Queue the work and wait for it. What `key` names is the same work on the same memory every time."""
         if key not in self.warm:
-            with self._progress_bar():
+            with self._progress_bar(), self.in_order():
                 work()
             self.warm.add(key)
         elif not self.graph:
             work()
         else:
             if key not in self.graphs:
-                builder = self.core_stream.create_graph_builder()
+                builder = self.core_streams[0].create_graph_builder()
                 builder.begin_building(mode="relaxed")
                 work()
                 self.graphs[key] = builder.end_building().complete()
-            self.graphs[key].launch(self.core_stream)
+            self.graphs[key].launch(self.core_streams[0])
         self.stream.synchronize()
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Nothing aside: what is timed within it (cuBLAS's algorithms, a profile) has the GPU to itself."""
+        before, self.overlap = self.overlap, False
+        try:
+            yield
+        finally:
+            self.overlap = before
 
     @contextmanager
     def _progress_bar(self) -> Iterator[None]:

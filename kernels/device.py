@@ -5,6 +5,8 @@ warps and all. Its successor (numba-cuda-mlir) would be one changed import.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from kernels.intrinsics import *  # noqa: E402, F403  (after cuda is known)
 __all__ = [
     "FULL_MASK", "SIMULATE", "TARGET", "WARP", "OutOfMemory", "ShapeError", "allocate", "big_shared", "card_name", "ceil_div",
     "compute_capability", "cuda", "float32", "float64", "int32", "int64", "keep_compiled", "multiprocessors",
-    "need", "scratch", "shared_limit", "synchronize", "to_device", "to_host", "uint32", "uint64", "zero",
+    "need", "scratch", "scratch_of", "shared_limit", "synchronize", "to_device", "to_host", "uint32", "uint64", "zero",
 ]  # fmt: skip
 
 WARP = 32
@@ -80,13 +82,25 @@ def allocate(shape, dtype=np.float32, what: str = "an array"):
 
 
 _scratch: dict = {}
+_queue = "main"
+
+
+@contextmanager
+def scratch_of(queue: str) -> Iterator[None]:
+    """Within it, scratch arrays are others than outside: for launches that run beside those of another stream."""
+    global _queue
+    before, _queue = _queue, queue
+    try:
+        yield
+    finally:
+        _queue = before
 
 
 def scratch(name: str, shape, dtype=np.float32):
     """A device array that outlives the call, so that a captured graph finds it where it was. One for each name and shape;
     what is in it is whatever the last user of that name left."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    key = (name, shape, np.dtype(dtype))
+    key = (_queue, name, shape, np.dtype(dtype))
     if key not in _scratch:
         _scratch[key] = allocate(shape, dtype, f"the scratch of {name}")
     return _scratch[key]

@@ -65,7 +65,8 @@ def profile_step(model, inputs, targets, learning_rate: float, step: int) -> Pro
     model.ops, model.backend.graph = Profiled(plain, model.backend.stream), False
     try:
         model.ops.hold()
-        model.train_step(inputs, targets, learning_rate, step)
+        with model.backend.in_order():
+            model.train_step(inputs, targets, learning_rate, step)
         return model.ops
     finally:
         model.ops, model.backend.graph = plain, graph

@@ -13,6 +13,7 @@ from kernels.device import TARGET, to_device, to_host
 from kernels.intrinsics import to_tf32
 from kernels.matmul import engine, wgmma
 from kernels.matmul.engine import ADD, BIAS, BIAS_GELU, BIAS_RESIDUAL, SLOPE, STORE, in_tile, round_tf32, swizzle
+from kernels.matmul.transpose import transpose
 
 in_the_simulator = pytest.mark.skipif(TARGET != "simulator", reason="run with LLM_NUMBA_TARGET=simulator")
 rng = np.random.default_rng(0)
@@ -60,6 +61,14 @@ def test_the_engine_multiplies_every_layout_whole_and_split(M, N, K, splits, a_m
         a_m_major=a_m_major, b_m_major=b_m_major, tf32=tf32, splits=splits,
     )  # fmt: skip
     assert relative_error(out, a.astype(np.float64) @ b.T) < (2e-3 if tf32 else 1e-5)
+
+
+@in_the_simulator
+@pytest.mark.parametrize("shape", [(4, 4), (8, 68), (132, 4), (100, 72)])
+def test_an_operand_is_transposed_as_it_is_or_rounded(shape):
+    inp = normal(*shape)
+    np.testing.assert_array_equal(transpose(inp, rounded=False), inp.T)
+    np.testing.assert_array_equal(transpose(inp), np.vectorize(to_tf32, otypes=[np.float32])(inp.T))
 
 
 @in_the_simulator

@@ -113,6 +113,17 @@ def test_two_trainings_are_the_same_to_the_bit(case):
     np.testing.assert_array_equal(*(model.backend.download(model.params.buffer) for model in (first, second)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "cuda-fp32-recompute", "cuda-fp32-unfused", "cuda-fp32-no-graph"])
+def test_what_runs_aside_changes_no_bit(name, backend):
+    case = Case(name, backend)
+    aside, in_order = case.model(), case.model()
+    in_order.backend.overlap = False
+    for step in range(1, 4):
+        assert case.train(aside, step) == case.train(in_order, step)
+    np.testing.assert_array_equal(*(model.backend.download(model.params.buffer) for model in (aside, in_order)))
+
+
 def test_a_step_is_forward_backward_and_update(case):
     whole, parts = case.model(), case.model()
     adamw = dict(case.json["adamw"])

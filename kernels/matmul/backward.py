@@ -5,6 +5,7 @@ takes all layouts, so the ladder is short.
 
 version 0: cuBLASLt, with its own epilogues
 version 1: a thread an element; with GELU: cuBLASLt, then our GELU's backward
+version 2: the weight's gradient from cuBLASLt, the smaller operand transposed first
 version 8: the engine in fp32
 version 10: the engine in TF32 on the tensor cores (11 where an epilogue is fused)
 version 12: wgmma; what it wants the other way round is transposed first, the smaller operand
@@ -14,10 +15,11 @@ import numpy as np
 
 import cpu_reference
 from kernels import cublas
-from kernels.device import ceil_div, cuda, float32, scratch
+from kernels.device import ceil_div, cuda, float32, need, scratch
 from kernels.gelu.backward import gelu_backward
 from kernels.matmul import engine, wgmma
 from kernels.matmul.forward import ATTPROJ, FC, FCPROJ, HEAD, ODD, QKV, SMALL, product_bytes, product_flops, sizes_of
+from kernels.matmul.transpose import transpose
 from kernels.op import Op
 
 matmul_backward_input = Op(
@@ -133,7 +135,7 @@ def matmul_backward_input10(dinp, dout, weight, *, stream=0):
 @matmul_backward_input.version(12, "wgmma, weight transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_backward_input12(dinp, dout, weight, *, stream=0):
     """As matmul_backward_input0; C and OC multiples of 4."""
-    wgmma.multiply(dinp, dout, wgmma.transpose(weight, stream), stream=stream)
+    wgmma.multiply(dinp, dout, transpose(weight, stream), stream=stream)
 
 
 @matmul_gelu_backward_input.version(1, "two kernels: cuBLASLt, then our GELU's backward", precision="either", needs=cublas.missing)
@@ -159,7 +161,7 @@ def matmul_gelu_backward_input11(dinp, dout, weight, pre, *, stream=0):
 @matmul_gelu_backward_input.version(12, "wgmma, weight transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_gelu_backward_input12(dinp, dout, weight, pre, *, stream=0):
     """As matmul_gelu_backward_input0; C and OC multiples of 4."""
-    transposed = wgmma.transpose(weight, stream)
+    transposed = transpose(weight, stream)
     wgmma.multiply(dinp, dout, transposed, epilogue=engine.SLOPE, extra=pre, stream=stream)
 
 
@@ -179,6 +181,20 @@ def matmul_backward_weight1(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight0."""
     OC, C = dweight.shape
     matmul_backward_weight_kernel1[(ceil_div(C, 32), ceil_div(OC, 8)), (32, 8), stream](dweight, dout, inp, accumulate)
+
+
+@matmul_backward_weight.version(2, "the smaller operand transposed, then cuBLASLt", precision="either", needs=cublas.missing)
+def matmul_backward_weight2(dweight, dout, inp, accumulate, *, tf32=True, stream=0):
+    """As matmul_backward_weight0; C, OC and N multiples of 4. What is summed over, N, lies along no row of dout or inp."""
+    need(engine.is_aligned(dweight, dout, inp) and len(inp) % 4 == 0, "needs N, C and OC in multiples of 4")
+    OC, C = dweight.shape
+    smaller = transpose(inp if C <= OC else dout, stream, rounded=tf32)
+    dweight, dout, inp, smaller = map(cublas.Matrix.of, (dweight, dout, inp, smaller))
+    add = dweight if accumulate else None
+    if C <= OC:
+        cublas.product(dweight, dout, smaller, trans_a=True, trans_b=True, add=add, tf32=tf32, stream=stream)
+    else:
+        cublas.product(dweight, smaller, inp, add=add, tf32=tf32, stream=stream)
 
 
 @matmul_backward_weight.version(8, "the engine in fp32, the rows split among blocks where there are few tiles")
@@ -205,6 +221,6 @@ def matmul_backward_weight12(dweight, dout, inp, accumulate, *, stream=0):
     a, b = (dout, inp) if C <= OC else (inp, dout)
     epilogue = engine.ADD if accumulate else engine.STORE
     wgmma.multiply(
-        dweight, a, wgmma.transpose(b, stream),
+        dweight, a, transpose(b, stream),
         a_m_major=True, transposed=C > OC, epilogue=epilogue, extra=dweight, stream=stream,
     )  # fmt: skip

@@ -34,7 +34,6 @@ from kernels.device import (
     multiprocessors,
     need,
     scratch,
-    to_tf32,
 )  # fmt: skip
 from kernels.intrinsics import LITERAL, ptx
 from kernels.matmul.engine import BK, GROUP, PAD, STORE, add_splits, best_splits, epilogue_of, is_aligned, round_tf32
@@ -345,30 +344,6 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
             store_sums(sums, out, bias, extra, row, column, start // share * (N if transposed else M), M, N)
 
     return keep_compiled(matmul_wgmma_kernel, tile, a_m_major, epilogue, transposed)
-
-
-@cuda.jit(cache=True)
-def transpose_kernel(out, inp):
-    """out (C,N) = inp (N,C).T, rounded to TF32: 32 x 32 elements a block of 32 x 8 threads."""
-    tile = cuda.shared.array((32, 33), float32)
-    x, y = cuda.threadIdx.x, cuda.threadIdx.y
-    n, c = cuda.blockIdx.y * 32, cuda.blockIdx.x * 32
-    N, C = inp.shape
-    for i in range(y, 32, 8):
-        if n + i < N and c + x < C:
-            tile[i, x] = inp[n + i, c + x]
-    cuda.syncthreads()
-    for i in range(y, 32, 8):
-        if c + i < C and n + x < N:
-            out[c + i, n + x] = to_tf32(tile[x, i])
-
-
-def transpose(inp, stream=0):
-    """A scratch array (C,N) that holds the transpose of inp (N,C), rounded to TF32."""
-    N, C = inp.shape
-    out = scratch("matmul transpose", (C, N))
-    transpose_kernel[(ceil_div(C, 32), ceil_div(N, 32)), (32, 8), stream](out, inp)
-    return out
 
 
 def multiply(
