@@ -3,8 +3,9 @@
     --ops [NAME ...]   every version of every op (or of those whose names contain NAME), checked and timed
     --steps            the training step of GPT-2 124M: ours, and PyTorch's eager and compiled where torch is installed
     --losses           the loss of 74 steps on tiny Shakespeare beside PyTorch's, from the same weights and batches
+    --trainer          batch sizes, the host's share of a step, how long a start takes, an epoch run twice
 
-Without a flag: all three. What was measured is merged into doc/benchmarks/<card>.json, from which doc/fill_tables.py
+Without a flag: all four. What was measured is merged into doc/benchmarks/<card>.json, from which doc/fill_tables.py
 makes the tables and the plots. torch is used here and in tests alone.
 """
 
@@ -12,9 +13,12 @@ import argparse
 import functools
 import itertools
 import json
+import os
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -193,6 +197,77 @@ def compare_losses(prefix: str, results: dict, steps: int = 74) -> None:
         save(results)
 
 
+# ---- the trainer as a user meets it ----
+
+
+def measure_trainer(prefix: str, results: dict) -> None:
+    found = results["trainer"] = {"batches": [], "starts": {}}
+    for batch, recompute in [(1, False), (4, False), (4, True), (8, False), (16, False), (32, False), (64, False), (64, True)]:
+        found["batches"].append(row := _measure_batch(prefix, batch, recompute))
+        print(row, flush=True)
+        save(results)
+    found["host ms"] = _host_ms(prefix)
+    print(f"host: {found['host ms']:.3f} ms a step", flush=True)
+    epochs = []
+    with tempfile.TemporaryDirectory() as empty:
+        for name, cache in {"cold": {"XDG_CACHE_HOME": empty}, "warm": {"XDG_CACHE_HOME": empty}}.items():
+            seconds, lines = _run_trainer(["-i", prefix, "-e", "d12", "-v", "0", "-s", "0"], cache)
+            found["starts"][name] = seconds
+            epochs.append([re.sub(r" \(.*", "", line) for line in lines if line.startswith("step")])
+            print(f"{name} start: {seconds:.1f} s to the end of the first step", flush=True)
+    found["same epoch"] = epochs[0] == epochs[1]
+    found["steps of an epoch"] = len(epochs[0])
+    print(f"two epochs of {len(epochs[0])} steps are the same to the last digit: {found['same epoch']}", flush=True)
+    save(results)
+
+
+def _measure_batch(prefix: str, batch: int, recompute: bool, steps: int = 8) -> dict:
+    sizes = {}
+
+    def report(line: str) -> None:
+        _, mib, _, _, *what = line.split()
+        sizes[" ".join(what)] = int(mib)
+
+    model = GPT2.random("d12", "cuda", report=report, recompute=recompute)
+    loader, numbers = DataLoader(f"{prefix}_train.bin", batch, T), itertools.count(1)
+    if loader.num_batches < steps + 5:
+        batches = itertools.repeat(loader.next_batch())
+    else:
+        batches = iter(loader.next_batch, None)
+    ms = _median_ms(lambda: model.train_step(*next(batches), 3e-4, next(numbers)), steps)
+    model.close()
+    mib = sizes["activations"], sum(sizes.values())
+    return {"B": batch, "recompute": recompute, "ms": ms, "activations MiB": mib[0], "all MiB": mib[1]}
+
+
+def _host_ms(prefix: str, steps: int = 40) -> float:
+    """What a step takes beyond the time of its graph, which is measured by launching it again and again without a wait."""
+    model = GPT2.random("d12", "cuda", report=lambda line: None)
+    loader, numbers = DataLoader(f"{prefix}_train.bin", B, T), itertools.count(1)
+    ms = _median_ms(lambda: model.train_step(*loader.next_batch(), 3e-4, next(numbers)), steps)
+    (graph,) = model.backend.graphs.values()
+    cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        graph.launch(model.backend.core_streams[0])
+    cuda.synchronize()
+    busy = 1e3 * (time.perf_counter() - began) / steps
+    model.close()
+    return ms - busy
+
+
+def _run_trainer(flags: list[str], environment: dict[str, str]) -> tuple[float, list[str]]:
+    """Seconds from the command to the end of its first step, and all lines that it printed."""
+    began, seconds, lines = time.perf_counter(), 0.0, []
+    command = [sys.executable, "train_gpt2_fp32.py", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step") and not seconds:
+                seconds = time.perf_counter() - began
+    return seconds, lines
+
+
 # ---- the file ----
 
 
@@ -223,12 +298,13 @@ def main() -> None:
     parser.add_argument("--ops", nargs="*", metavar="NAME")
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--losses", action="store_true")
+    parser.add_argument("--trainer", action="store_true")
     parser.add_argument("--unchecked", action="store_true", help="only time: where `make test-gpu` has just passed")
     parser.add_argument("-i", default="data/tiny_shakespeare", metavar="PREFIX", help="the tokens to train on")
     asked = parser.parse_args()
     if TARGET != "gpu":
         sys.exit("kernels/bench.py measures a GPU, and there is none here")
-    everything = asked.ops is None and not asked.steps and not asked.losses
+    everything = asked.ops is None and not (asked.steps or asked.losses or asked.trainer)
     results = load()
     if everything or asked.ops is not None:
         measure_ops(asked.ops or [], results, not asked.unchecked)
@@ -236,6 +312,8 @@ def main() -> None:
         measure_steps(asked.i, results)
     if everything or asked.losses:
         compare_losses(asked.i, results)
+    if everything or asked.trainer:
+        measure_trainer(asked.i, results)
     cuda.synchronize()
 
 
