@@ -261,14 +261,13 @@ class GPT2:
 
     def _backward(self, acts: Tensors) -> None:
         c, p, ops, d, g = self.config, self.params, self.ops, self.gradients, self.grads
-        for tensors in self.to_zero:
+        for tensors in [*self.to_zero, d.residual]:
             self.backend.zero(tensors)
         aside, join = self.backend.aside, self.backend.join  # no layer waits for the weights' gradients
         last = c.num_layers - 1
         with aside(acts.logits):
             ops.matmul_backward_weight(g.wte, acts.logits, acts.lnf, False)
         ops.matmul_backward_input(d.norm, acts.logits, p.wte)
-        self.backend.zero(d.residual)
         ops.fused_residual_backward(
             d.residual,
             g.lnfw,

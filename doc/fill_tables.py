@@ -8,6 +8,8 @@ A page says where a table goes; nobody types a number:
     <!-- table: steps -->                   the training step, ours and others
     <!-- table: profile -->                 where the time of a step goes
     <!-- table: losses -->                  how far our losses are from PyTorch's
+    <!-- table: batches -->                 the step and its memory by batch size
+    <!-- table: starts -->                  how long a start takes, the host's share of a step, an epoch run twice
     <!-- table: card -->                    what all of it was measured with
     <!-- /table -->                         where it ends
 
@@ -111,6 +113,30 @@ def losses_table(results: dict) -> list[str]:
     return lines
 
 
+def batches_table(results: dict) -> list[str]:
+    lines = ["| B | flags | ms a step | tokens a second | activations, MiB | all, MiB |", "|--:|---|--:|--:|--:|--:|"]
+    for row in results.get("trainer", {}).get("batches", []):
+        speed = f"{row['ms']:.1f} | {1024e3 * row['B'] / row['ms']:,.0f}"
+        flags = f"-b {row['B']}" + " -r 1" * row["recompute"]
+        lines.append(f"| {row['B']} | `{flags}` | {speed} | {row['activations MiB']:,} | {row['all MiB']:,} |")
+    return lines if lines[2:] else ["*The batch sizes have not been measured yet.*"]
+
+
+def starts_table(results: dict) -> list[str]:
+    found = results.get("trainer")
+    if not found:
+        return ["*Starts have not been measured yet.*"]
+    same = "all the same" if found["same epoch"] else "**not the same**"
+    return [
+        "| | |",
+        "|---|--:|",
+        f"| from the command to the end of the first step, nothing compiled | {found['starts']['cold']:.1f} s |",
+        f"| the same, everything compiled | {found['starts']['warm']:.1f} s |",
+        f"| a step beyond its graph: the host's share | {found['host ms']:.2f} ms |",
+        f"| losses of an epoch of {found['steps of an epoch']} steps, run twice | {same} |",
+    ]
+
+
 def profile_table(results: dict) -> list[str]:
     rows = results.get("profile")
     if not rows:
@@ -152,7 +178,10 @@ def fill(page: Path, results: dict) -> str:
 
     def table(match: re.Match) -> str:
         what = match["what"].split()
-        whole = {"steps": steps_table, "profile": profile_table, "losses": losses_table, "card": card_table}
+        whole = {
+            "steps": steps_table, "profile": profile_table, "losses": losses_table, "card": card_table,
+            "batches": batches_table, "starts": starts_table,
+        }  # fmt: skip
         if what[0] in whole:
             lines = whole[what[0]](results)
         elif what[1:] == ["best"]:

@@ -141,9 +141,9 @@ class Choices:
         except (OSError, ValueError):
             self.known = {}
 
-    def index(self, key: tuple, run: Callable[[int], None], count: int, stream, may_run: bool) -> int:
-        """run: computes the product with the candidate of an index. Where it must not run now (in a capture, or because the
-        product adds to what is there), an unknown shape gets the heuristic's first."""
+    def index(self, key: tuple, run: Callable[..., None], count: int, may_run: bool) -> int:
+        """run(index, stream): computes the product with the candidate of an index. Where it must not run now (in a capture, or
+        because the product adds to what is there), an unknown shape gets the heuristic's first."""
         name = repr(key)
         if name in self.known:
             return self.known[name]
@@ -152,7 +152,7 @@ class Choices:
         times = {}
         for index in range(count):
             try:
-                times[index] = self._time(lambda: run(index), stream)  # noqa: B023
+                times[index] = self._time(functools.partial(run, index))
             except RuntimeError:  # a candidate that does not run after all
                 continue
         self.known[name] = min(times, key=times.get, default=0)
@@ -163,13 +163,24 @@ class Choices:
         return self.known[name]
 
     @staticmethod
-    def _time(run: Callable[[], None], stream, repeats: int = 5) -> float:
-        run()
-        start, end = cuda.event(), cuda.event()
-        start.record(stream)
+    def _time(run: Callable[[int], None], repeats: int = 5) -> float:
+        """In a graph, as the trainer runs it: there the small fill that some algorithms begin with costs more than on a stream."""
+        from cuda.core import Device
+
+        cuda.synchronize()  # whoever reads what is overwritten now has done so
+        run(0)  # outside of a capture first: the library may load a kernel
+        cuda.synchronize()
+        stream = Device(cuda.get_current_device().id).create_stream()
+        builder = stream.create_graph_builder()
+        builder.begin_building(mode="relaxed")
         for _ in range(repeats):
-            run()
-        end.record(stream)
+            run(int(stream.handle))
+        graph = builder.end_building().complete()
+        on, start, end = cuda.external_stream(int(stream.handle)), cuda.event(), cuda.event()
+        graph.launch(stream)
+        start.record(on)
+        graph.launch(stream)
+        end.record(on)
         end.synchronize()
         return cuda.event_elapsed_time(start, end)
 
@@ -212,7 +223,7 @@ def product(
             _set(lt.matmul_desc_set_attribute, description, lt.MatmulDescAttribute[attribute], value, ctypes.c_int64)
     workspace = scratch("cuBLASLt's workspace", WORKSPACE_BYTES, np.uint8)
 
-    def run(index: int) -> None:
+    def run(index: int, stream=stream) -> None:
         lt.matmul(
             handle, description, alpha.ctypes.data, b.pointer, b_layout, a.pointer, a_layout,
             (ONE if add else ZERO).ctypes.data, (add or d).pointer, c_layout, d.pointer, d_layout,
@@ -220,4 +231,4 @@ def product(
         )  # fmt: skip
 
     may_run = (add is None or add.pointer != d.pointer) and not _is_captured(stream)
-    run(_choices(cuda.get_current_device().id).index(key, run, len(candidates), stream, may_run))
+    run(_choices(cuda.get_current_device().id).index(key, run, len(candidates), may_run))

@@ -23,11 +23,13 @@ from model import Staged
 
 class CudaBackend:
     """kernels: op name -> version number, before what was picked for this card. tf32=False keeps every product in fp32.
-    graph=False launches every kernel from Python, every time. fused=False uses the simple ops in place of fused ones."""
+    graph=False launches every kernel from Python, every time. fused=False uses the simple ops in place of fused ones.
+    overlap=False runs all of a step in order, nothing aside."""
 
     def __init__(
-        self, kernels: dict[str, int] | None = None, tf32: bool = True, graph: bool = True, fused: bool = True
-    ):
+        self, kernels: dict[str, int] | None = None, tf32: bool = True, graph: bool = True, fused: bool = True,
+        overlap: bool = True,
+    ):  # fmt: skip
         from cuda.core import Device, StreamOptions
 
         if TARGET != "gpu":
@@ -37,7 +39,7 @@ class CudaBackend:
         priorities = -1, 0  # the main stream's blocks go first
         self.core_streams = [device.create_stream(options=StreamOptions(priority=priority)) for priority in priorities]
         self.stream, self.side = (cuda.external_stream(int(stream.handle)) for stream in self.core_streams)
-        self.graph, self.overlap = graph, True
+        self.graph, self.overlap = graph, overlap
         self.readers: dict[int, object] = {}  # id of an array -> the event after the last that reads it aside
         self.graphs: dict[tuple, object] = {}
         self.warm: set[tuple] = set()
