@@ -9,6 +9,7 @@ A page says where a table goes; nobody types a number:
     <!-- table: profile -->                 where the time of a step goes
     <!-- table: losses -->                  how far our losses are from PyTorch's
     <!-- table: batches -->                 the step and its memory by batch size
+    <!-- table: cpu -->                     the step on a processor, ours and PyTorch's
     <!-- table: starts -->                  how long a start takes, the host's share of a step, an epoch run twice
     <!-- table: card -->                    what all of it was measured with
     <!-- /table -->                         where it ends
@@ -122,6 +123,17 @@ def batches_table(results: dict) -> list[str]:
     return lines if lines[2:] else ["*The batch sizes have not been measured yet.*"]
 
 
+def cpu_table(results: dict) -> list[str]:
+    if not (BENCHMARKS / "CPU.json").exists():
+        return ["*The step on a processor has not been measured yet.*"]
+    found = json.loads((BENCHMARKS / "CPU.json").read_text())
+    lines = ["| GPT-2 124M, B = 4 | ours, s a step | PyTorch's | our peak memory, MiB |", "|---|--:|--:|--:|"]
+    lines += [f"| T = {row['T']} | {row['ours']:.2f} | {row['PyTorch']:.2f} | {row['peak MiB']:,} |" for row in found["steps"]]
+    packages = found["packages"]
+    said = f"{found['cpu']}, {found['cores']} cores; numba {packages['numba']}, torch {packages['torch']}, by turns in one process."
+    return [*lines, "", f"{said} [Raw numbers]({results['prefix']}benchmarks/CPU.json)"]
+
+
 def starts_table(results: dict) -> list[str]:
     found = results.get("trainer")
     if not found:
@@ -180,7 +192,7 @@ def fill(page: Path, results: dict) -> str:
         what = match["what"].split()
         whole = {
             "steps": steps_table, "profile": profile_table, "losses": losses_table, "card": card_table,
-            "batches": batches_table, "starts": starts_table,
+            "batches": batches_table, "starts": starts_table, "cpu": cpu_table,
         }  # fmt: skip
         if what[0] in whole:
             lines = whole[what[0]](results)

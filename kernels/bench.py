@@ -4,9 +4,10 @@
     --steps            the training step of GPT-2 124M: ours, and PyTorch's eager and compiled where torch is installed
     --losses           the loss of 74 steps on tiny Shakespeare beside PyTorch's, from the same weights and batches
     --trainer          batch sizes, the host's share of a step, how long a start takes, an epoch run twice
+    --cpu              no GPU: the step on this machine's processor, ours and PyTorch's by turns
 
-Without a flag: all four. What was measured is merged into doc/benchmarks/<card>.json, from which doc/fill_tables.py
-makes the tables and the plots. torch is used here and in tests alone.
+Without a flag: all but the last. What was measured is merged into doc/benchmarks/<card>.json (CPU.json), from which
+doc/fill_tables.py makes the tables and the plots. torch is used here and in tests alone.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.files import replacing
 from data.loader import DataLoader
 from kernels.device import TARGET, cuda
 from kernels.ladder import card, measure, roofline
@@ -136,7 +138,7 @@ def random_parameters_of(size: str):
 class TorchStep:
     """PyTorch's training step on the same model: flash SDPA, TF32 products, padded vocabulary, fused AdamW."""
 
-    def __init__(self, weights, compiled: bool = False, tf32: bool = True):
+    def __init__(self, weights, compiled: bool = False, tf32: bool = True, device: str = "cuda"):
         import torch
         import torch.nn.functional as F
 
@@ -145,7 +147,7 @@ class TorchStep:
         config, flat = weights
         tensors = Tensors(flat, parameter_shapes(config))
         self.p = {
-            name: torch.tensor(getattr(tensors, name), device="cuda", requires_grad=True) for name in tensors.shapes
+            name: torch.tensor(getattr(tensors, name), device=device, requires_grad=True) for name in tensors.shapes
         }
         self.optimizer = torch.optim.AdamW(self.p.values(), lr=3e-4, weight_decay=0.0, fused=True)
         L, NH, C, V = config.num_layers, config.num_heads, config.channels, config.vocab_size
@@ -169,10 +171,10 @@ class TorchStep:
             return F.cross_entropy(logits.view(b * t, -1)[:, :V], y.view(-1))
 
         self.loss = torch.compile(loss) if compiled else loss
-        self.torch = torch
+        self.torch, self.device = torch, device
 
     def __call__(self, inputs: np.ndarray, targets: np.ndarray) -> float:
-        x, y = (self.torch.tensor(tokens, dtype=self.torch.int64).cuda() for tokens in (inputs, targets))
+        x, y = (self.torch.tensor(tokens, dtype=self.torch.int64).to(self.device) for tokens in (inputs, targets))
         loss = self.loss(x, y)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -276,6 +278,44 @@ def _run_trainer(flags: list[str], environment: dict[str, str]) -> tuple[float, 
     return seconds, lines
 
 
+# ---- the processor ----
+
+
+def measure_cpu(prefix: str, steps: int = 5) -> None:
+    """Seconds a step at d12, B = 4, ours and PyTorch's by turns in one process; and the peak memory of the trainer by itself."""
+    import resource
+
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(cores)
+    found = {"cpu": _cpu_name(), "cores": cores, "packages": card()["packages"] | {"torch": torch.__version__}, "steps": []}
+    found["commit"] = commit()
+    for T in (64, 256):
+        _run_trainer(["-i", prefix, "-e", "d12", "--device", "cpu", "-t", str(T), "-x", "3", "-m", "1", "-s", "0"], {})
+        mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+        ours, theirs = GPT2.random("d12", "cpu", report=lambda line: None), TorchStep(random_parameters_of("d12"), device="cpu")
+        loader, numbers = DataLoader(f"{prefix}_train.bin", B, T), itertools.count(1)
+        times = {"ours": [], "PyTorch": []}
+        for i in range(steps + 1):
+            batch = loader.next_batch()
+            runs = {"ours": lambda: ours.train_step(*batch, 3e-4, next(numbers)), "PyTorch": lambda: theirs(*batch)}  # noqa: B023
+            for name, run in runs.items():
+                began = time.perf_counter()
+                run()
+                if i:  # the first compiles, and touches its memory for the first time
+                    times[name].append(time.perf_counter() - began)
+        row = {"T": T, "peak MiB": mib} | {name: statistics.median(seconds) for name, seconds in times.items()}
+        found["steps"].append(row)
+        print(row, flush=True)
+    write(FOLDER / "CPU.json", found)
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
 # ---- the file ----
 
 
@@ -296,9 +336,13 @@ def commit() -> str:
 
 def save(results: dict) -> None:
     facts = {**card(), "roofline": roofline()}
-    rest = {key: value for key, value in results.items() if key not in facts}
+    write(results_file(), facts | {key: value for key, value in results.items() if key not in facts})
+
+
+def write(file: Path, results: dict) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    results_file().write_text(json.dumps({**facts, **rest}, indent=1) + "\n")
+    with replacing(file) as opened:
+        opened.write((json.dumps(results, indent=1) + "\n").encode())
 
 
 def main() -> None:
@@ -307,11 +351,14 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--losses", action="store_true")
     parser.add_argument("--trainer", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--unchecked", action="store_true", help="only time: where `make test-gpu` has just passed")
     parser.add_argument("-i", default="data/tiny_shakespeare", metavar="PREFIX", help="the tokens to train on")
     asked = parser.parse_args()
+    if asked.cpu:
+        return measure_cpu(asked.i)
     if TARGET != "gpu":
-        sys.exit("kernels/bench.py measures a GPU, and there is none here")
+        sys.exit("kernels/bench.py measures a GPU, and there is none here; --cpu measures the processor")
     everything = asked.ops is None and not (asked.steps or asked.losses or asked.trainer)
     results = load()
     if everything or asked.ops is not None:
