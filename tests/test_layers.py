@@ -61,10 +61,11 @@ def assert_adds_up(version, tokens, V, **options):
         assert relative_error(result, true) < 1e-6
 
 
+@pytest.mark.parametrize("number", [5, 7])
 @pytest.mark.parametrize("positions", [7, 14, 30])
-def test_encoder_backward_adds_up_over_several_sorts(positions):
+def test_encoder_backward_adds_up_over_several_sorts(number, positions):
     tokens = np.random.default_rng(0).integers(0, 5, (5, 7))
-    assert_adds_up(encoder_backward.versions[5], tokens, 5, positions=positions)
+    assert_adds_up(encoder_backward.versions[number], tokens, 5, positions=positions)
 
 
 @versions(encoder_backward)

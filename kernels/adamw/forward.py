@@ -58,6 +58,7 @@ adamw_update = Op(
     shape={"N": 124_475_904},
     small={"N": 1000},
     odd=[{"N": N} for N in (1, 3, 4, 129, 1027, 4099)],
+    large=[{"N": 1 << 28}],
 )
 
 

@@ -33,7 +33,6 @@ from kernels.device import (
     float32,
     float64,
     load4,
-    load4_streaming,
     multiprocessors,
     need,
     shared_limit,
@@ -70,6 +69,7 @@ fused_classifier = Op(
             *((1, 1024, 1024), (5, 4097, 4100), (1, 2048, 4200)),
         )
     ],
+    large=[{"N": 8192, "V": 50257, "Vp": 50304}],
 )
 
 
@@ -227,11 +227,14 @@ def fused_classifier_kernel4(logits, losses, dloss, targets, V):
 
 
 @cuda.jit(device=True, cache=True, fastmath=True)
+def gradient(a, b, c, d, top, norm):
+    return power(a, top) * norm, power(b, top) * norm, power(c, top) * norm, power(d, top) * norm
+
+
+@cuda.jit(device=True, cache=True, fastmath=True)
 def store_gradient(logits, i, a, b, c, d, top, norm):
     """Four logits become norm * 2**(logit - top) at element i."""
-    a, b = power(a, top) * norm, power(b, top) * norm
-    c, d = power(c, top) * norm, power(d, top) * norm
-    store4_streaming(logits, i, a, b, c, d)
+    store4_streaming(logits, i, *gradient(a, b, c, d, top, norm))
 
 
 @fused_classifier.version(4, "16-byte loads, four in flight; read again backwards, from L2")
@@ -283,7 +286,7 @@ def fused_classifier_kernel5(logits, losses, dloss, targets, V):
         v = first
         while v < Vp:
             a, b, c, d = load4(shared, v)
-            store_gradient(logits, base + v, a, b, c, d, top, norm)
+            store4(logits, base + v, *gradient(a, b, c, d, top, norm))
             if v < ahead:  # the piece's place is free
                 cp_async16(shared, v, logits, next_base + v)
             v += step
@@ -330,7 +333,7 @@ def make_fused_classifier_kernel6(V, Vp):
         N = logits.shape[0]
         row, rows = cuda.blockIdx.x, cuda.gridDim.x
         for k in range(last):
-            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4_streaming(logits, row * Vp + first + k * step)
+            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(logits, row * Vp + first + k * step)
         x[last, 0], x[last, 1], x[last, 2], x[last, 3] = load_piece(logits, row, first + last * step, V)
         target = targets[row]
         while row < N:
@@ -362,7 +365,7 @@ def make_fused_classifier_kernel6(V, Vp):
             for k in range(last):
                 store4_streaming(logits, base + k * step, x[k, 0], x[k, 1], x[k, 2], x[k, 3])
                 if next_row < N:  # the piece's registers are free
-                    x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4_streaming(logits, next_base + k * step)
+                    x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(logits, next_base + k * step)
             if first + last * step < Vp:
                 store4_streaming(logits, base + last * step, x[last, 0], x[last, 1], x[last, 2], x[last, 3])
             if next_row < N:

@@ -6,14 +6,14 @@ version 1: a thread an element, which divides to find its row
 version 2: a block in a row: no division, and the row's target and loss gradient are read at once by all
 version 3: 16-byte loads and stores
 version 4: four pieces a thread: eight independent loads in flight
-version 5: the target's column apart: nothing but a multiply-add an element; streaming loads and stores
+version 5: the target's column apart: nothing but a multiply-add an element
 """
 
 import numpy as np
 
 import cpu_reference
 from kernels.crossentropy.forward import SHAPES, crossentropy_inputs
-from kernels.device import ceil_div, cuda, float32, load4, load4_streaming, store4, store4_streaming
+from kernels.device import ceil_div, cuda, float32, load4, store4
 from kernels.op import Op
 
 
@@ -143,19 +143,19 @@ def crossentropy_softmax_backward_kernel5(dlogits, dlosses, probs, targets, V):
     scale, target = dlosses[row], targets[row]
     for k in range(PIECES):
         if v + k * step + 3 < V:
-            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4_streaming(dlogits, i + k * step)
-            p[k, 0], p[k, 1], p[k, 2], p[k, 3] = load4_streaming(probs, i + k * step)
+            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(dlogits, i + k * step)
+            p[k, 0], p[k, 1], p[k, 2], p[k, 3] = load4(probs, i + k * step)
     for k in range(PIECES):
         if v + k * step + 3 < V:
             for j in range(4):
                 x[k, j] += p[k, j] * scale
-            store4_streaming(dlogits, i + k * step, x[k, 0], x[k, 1], x[k, 2], x[k, 3])
+            store4(dlogits, i + k * step, x[k, 0], x[k, 1], x[k, 2], x[k, 3])
             if target >> 2 == (v + k * step) >> 2:  # once a row, by the thread that has just stored the piece
                 dlogits[row, target] -= scale
     add_ragged(dlogits, dlosses, probs, targets, row, V)
 
 
-@crossentropy_softmax_backward.version(5, "the target's column apart, streaming loads and stores")
+@crossentropy_softmax_backward.version(5, "the target's column apart")
 def crossentropy_softmax_backward5(dlogits, dlosses, probs, targets, V, *, block_size=256, stream=0):
     """Rows that are no multiple of 16 bytes go the way of version 2."""
     if dlogits.shape[1] % 4:

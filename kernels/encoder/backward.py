@@ -5,6 +5,8 @@ version 2: a thread a channel, which walks down all rows: no atomics, but few th
 version 3: positions sorted by token, a block for each run of the same token: no atomics, and the same bits every time
 version 4: 16-byte loads and stores
 version 5: a radix sort that one block does while the others add up dwpe, and long runs shared out among blocks
+version 6: atomics again, of 16 bytes, for dwte alone: everything in one kernel, and dout is read once
+version 7: sorted by counting, which all blocks do together, in registers; a list of the long runs, which is mostly empty
 """
 
 import numpy as np
@@ -13,7 +15,11 @@ import cpu_reference
 from kernels.device import (
     FULL_MASK,
     WARP,
+    atomic_add4,
     ceil_div,
+    cp_async4,
+    cp_async_commit,
+    cp_async_wait,
     cuda,
     float32,
     int32,
@@ -54,6 +60,7 @@ encoder_backward = Op(
         {"B": 3, "T": 17, "C": 132, "V": 40, "zipf": 1},
     ],
     trainer_shapes=encoder_forward.trainer_shapes,
+    large=encoder_forward.large,
 )
 
 
@@ -144,22 +151,23 @@ def encoder_backward3(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
     dwte_kernel3[B * T, block_size, stream](dwte, dout.reshape((B * T, C)), tokens, order)
 
 
+FLIGHT = 8  # sequences, of which a thread has its 16 bytes on the way
+
+
 @cuda.jit(device=True, cache=True, fastmath=True)
 def sum_of_sequences(dout, i, step, count):
-    """The sum of four neighbouring elements at i, i + step, i + 2 step, ..., `count` of them; four independent loads at a time."""
+    """The sum of four neighbouring elements at i, i + step, i + 2 step, ..., `count` of them; eight independent loads at a time."""
+    x = cuda.local.array((FLIGHT, 4), float32)
     total = float32(0), float32(0), float32(0), float32(0)
-    while count >= 4:
-        x0 = load4_readonly(dout, i)
-        x1 = load4_readonly(dout, i + step)
-        x2 = load4_readonly(dout, i + 2 * step)
-        x3 = load4_readonly(dout, i + 3 * step)
-        total = add4(total, add4(add4(x0, x1), add4(x2, x3)))
-        i += 4 * step
-        count -= 4
     while count > 0:
-        total = add4(total, load4_readonly(dout, i))
-        i += step
-        count -= 1
+        for k in range(FLIGHT):
+            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = float32(0), float32(0), float32(0), float32(0)
+            if k < count:
+                x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(dout, i + k * step)
+        for k in range(FLIGHT):
+            total = add4(total, (x[k, 0], x[k, 1], x[k, 2], x[k, 3]))
+        i += FLIGHT * step
+        count -= FLIGHT
     return total
 
 
@@ -209,7 +217,10 @@ SORT_WARPS = SORT_THREADS // WARP
 ROUNDS = POSITIONS // SORT_THREADS  # keys a thread
 DIGITS = 256  # a pass of the sort looks at eight bits
 WINDOW = 4  # keys a block of the second kernel
+ROW_THREADS = 256  # of it, at most
 LONG_RUN_CHANNELS = 4 * WARP  # a block of the third kernel
+LONG_RUN_WARPS = 8
+LONG_RUN_BLOCKS = 256  # for as many long runs at a time
 NEIGHBOURHOOD = WINDOW + 2  # with a neighbour on either side
 
 
@@ -297,10 +308,11 @@ def sort_by_token(order, tokens, first, count, passes):
 
 
 @cuda.jit(cache=True, fastmath=True, launch_bounds=(SORT_THREADS, 2))  # two blocks on a multiprocessor: 64 registers
-def sort_and_dwpe_kernel(order, dwpe, dout, tokens, b, sequences, passes):
+def sort_and_dwpe_kernel(order, runs, dwpe, dout, tokens, b, sequences, passes):
     """Of the sequences from b on: the first block sorts, the others add to dwpe."""
     B, T, C = dout.shape
     if cuda.blockIdx.x == 0:
+        runs[0] = 0
         sort_by_token(order, tokens, b * T, sequences * T, passes)
     else:
         i = 4 * (cuda.grid(1) - cuda.blockDim.x)
@@ -309,16 +321,19 @@ def sort_and_dwpe_kernel(order, dwpe, dout, tokens, b, sequences, passes):
             store4(dwpe, i, *add4(load4(dwpe, i), total))
 
 
-@cuda.jit(cache=True, fastmath=True)
-def window_kernel(dwte, partials, dout, order, first):
+@cuda.jit(cache=True, fastmath=True, launch_bounds=(ROW_THREADS, 5))
+def window_kernel(dwte, partials, runs, dout, order, first):
     """A block takes the next WINDOW keys of order. The sum of a run that lies within goes into dwte. Of one that began in an
-    earlier window it goes to partials[0, window], of one that goes on in a later window to partials[1, window]."""
+    earlier window it goes to partials[0, window], of one that goes on in a later window to partials[1, window]; runs lists,
+    behind their number, the windows where such runs begin."""
     C, windows, window = dwte.shape[1], cuda.gridDim.x, cuda.blockIdx.x
     tokens, places = cuda.local.array(NEIGHBOURHOOD, int32), cuda.local.array(NEIGHBOURHOOD, int32)
     rows, old = cuda.local.array((WINDOW, 4), float32), cuda.local.array((WINDOW, 4), float32)
     for n in range(NEIGHBOURHOOD):
         key = order[window * WINDOW + n]
         tokens[n], places[n] = key >> POSITION_BITS, key & (POSITIONS - 1)
+    if cuda.threadIdx.x == 0 and tokens[0] != tokens[WINDOW] and tokens[WINDOW] == tokens[WINDOW + 1] != PADDING:
+        runs[1 + cuda.atomic.add(runs, 0, 1)] = window
     c = 4 * cuda.threadIdx.x
     while c < C:
         for n in range(WINDOW):  # all loads before anything waits for one
@@ -347,49 +362,196 @@ def window_kernel(dwte, partials, dout, order, first):
 
 
 @cuda.jit(cache=True, fastmath=True)
-def long_runs_kernel(dwte, partials, order, windows):
-    """The block of the window in which a run begins that goes on in later ones adds up LONG_RUN_CHANNELS of its partials:
-    every warp a share of the windows, then the first warp the warps' sums."""
-    C, window = dwte.shape[1], cuda.blockIdx.x
-    lane, warp, warps = cuda.laneid, cuda.threadIdx.x >> 5, cuda.blockDim.x >> 5
-    token = order[(window + 1) * WINDOW] >> POSITION_BITS  # of the window's last key
-    goes_on = order[(window + 1) * WINDOW + 1] >> POSITION_BITS == token and token != PADDING
-    if goes_on and order[window * WINDOW] >> POSITION_BITS != token:
-        sums = cuda.shared.array((32, 128), float32, alignment=16)  # by warp and channel
-        c = LONG_RUN_CHANNELS * cuda.blockIdx.y + 4 * lane
+def long_runs_kernel(dwte, partials, runs, order, windows):
+    """A block takes LONG_RUN_CHANNELS of the next long run: every warp adds up a share of its windows' partials, then the
+    first warp the warps' sums."""
+    sums = cuda.shared.array((LONG_RUN_WARPS, LONG_RUN_CHANNELS), float32, alignment=16)
+    C, thread, lane, warp = dwte.shape[1], cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+    c = LONG_RUN_CHANNELS * cuda.blockIdx.y + 4 * lane
+    k = cuda.blockIdx.x
+    while k < runs[0]:
+        window = runs[1 + k]
+        token = order[(window + 1) * WINDOW] >> POSITION_BITS  # of the window's last key
+        end = window + 1
+        found = cuda.blockDim.x
+        while found == cuda.blockDim.x:  # the first window that the run does not reach
+            other = end + thread
+            more = other < windows and order[other * WINDOW + 1] >> POSITION_BITS == token
+            found = cuda.syncthreads_count(int32(1 if more else 0))
+            end += found
         total = float32(0), float32(0), float32(0), float32(0)
-        if c < C and warp == 0:
-            total = load4(partials, (windows + window) * C + c)
-        other = window + 1 + warp
-        while other < windows and order[other * WINDOW + 1] >> POSITION_BITS == token:
-            if c < C:
+        if c < C:
+            if warp == 0:
+                total = load4(partials, (windows + window) * C + c)
+            for other in range(window + 1 + warp, end, LONG_RUN_WARPS):
                 total = add4(total, load4(partials, other * C + c))
-            other += warps
         store4(sums, LONG_RUN_CHANNELS * warp + 4 * lane, *total)
         cuda.syncthreads()
         if warp == 0 and c < C:
-            for w in range(1, warps):
+            for w in range(1, LONG_RUN_WARPS):
                 total = add4(total, load4(sums, LONG_RUN_CHANNELS * w + 4 * lane))
             store4(dwte, token * C + c, *add4(load4(dwte, token * C + c), total))
+        k += cuda.gridDim.x
+        cuda.syncthreads()
+
+
+def portions(dwte, dout, positions):
+    """How version 5 and 7 divide their work: for each portion its first sequence and how many there are."""
+    B, T = dout.shape[:2]
+    need(T <= positions, f"needs T at most {positions}, got {T}")
+    need(len(dwte) <= PADDING, f"needs at most {PADDING} rows of wte, got {len(dwte)}")
+    at_once = min(B, positions // T)
+    return [(b, min(at_once, B - b)) for b in range(0, B, at_once)]
+
+
+def scratch_for_runs(T, C, sequences):
+    """order, partials and runs, for so many sequences."""
+    windows = ceil_div(sequences * T, WINDOW)
+    order = scratch("encoder_backward_order", POSITIONS + 2, np.int32)
+    partials = scratch("encoder_backward_partials", (2, windows, C))
+    return order, partials, scratch("encoder_backward_runs", 1 + windows, np.int32)
+
+
+def add_runs(dwte, partials, runs, dout, order, b, sequences, threads, stream):
+    """The second and third kernel of versions 5 and 7."""
+    B, T, C = dout.shape
+    windows = ceil_div(sequences * T, WINDOW)
+    window_kernel[windows, threads, stream](dwte, partials, runs, dout, order, b * T)
+    grid = min(windows, LONG_RUN_BLOCKS), ceil_div(C, LONG_RUN_CHANNELS)
+    long_runs_kernel[grid, WARP * LONG_RUN_WARPS, stream](dwte, partials, runs, order, windows)
 
 
 @encoder_backward.version(5, "a radix sort beside the sums of dwpe, long runs shared out among blocks")
-def encoder_backward5(dwte, dwpe, dout, inp, *, block_size=256, positions=POSITIONS, stream=0):
+def encoder_backward5(dwte, dwpe, dout, inp, *, positions=POSITIONS, stream=0):
     """As version 3, with C a multiple of 4, T at most 8192 and V below 262144; positions: how many are sorted at a time."""
     B, T, C = dout.shape
-    threads = threads_of_row(C, block_size)
-    need(T <= positions, f"needs T at most {positions}, got {T}")
-    need(len(dwte) <= PADDING, f"needs at most {PADDING} rows of wte, got {len(dwte)}")
-    passes = ceil_div((len(dwte) - 1).bit_length(), 8)
-    at_once = min(B, positions // T)
-    order = scratch("encoder_backward5_order", POSITIONS + 2, np.int32)
-    partials = scratch("encoder_backward5_partials", (2, ceil_div(at_once * T, WINDOW), C))
-    tokens = inp.reshape(B * T)
+    threads, parts = threads_of_row(C, ROW_THREADS), portions(dwte, dout, positions)
+    order, partials, runs = scratch_for_runs(T, C, parts[0][1])
+    tokens, passes = inp.reshape(B * T), ceil_div((len(dwte) - 1).bit_length(), 8)
     blocks = 1 + ceil_div(T * C, 4 * SORT_THREADS)
-    for b in range(0, B, at_once):
-        sequences = min(at_once, B - b)
-        windows = ceil_div(sequences * T, WINDOW)
-        sort_and_dwpe_kernel[blocks, SORT_THREADS, stream](order, dwpe, dout, tokens, b, sequences, passes)
-        window_kernel[windows, threads, stream](dwte, partials, dout, order, b * T)
-        grid = windows, ceil_div(C, LONG_RUN_CHANNELS)
-        long_runs_kernel[grid, 512, stream](dwte, partials, order, windows)
+    for b, sequences in parts:
+        sort_and_dwpe_kernel[blocks, SORT_THREADS, stream](order, runs, dwpe, dout, tokens, b, sequences, passes)
+        add_runs(dwte, partials, runs, dout, order, b, sequences, threads, stream)
+
+
+@cuda.jit(cache=True, fastmath=True)
+def encoder_backward_kernel6(dwte, dwpe, dout, inp):
+    B, T, C = dout.shape
+    t, sequence = cuda.blockIdx.x, T * C
+    c = 4 * cuda.threadIdx.x
+    while c < C:
+        i, b = t * C + c, 0
+        total = load4(dwpe, i)
+        while b + 4 <= B:
+            x0 = load4(dout, i)
+            x1 = load4(dout, i + sequence)
+            x2 = load4(dout, i + 2 * sequence)
+            x3 = load4(dout, i + 3 * sequence)
+            atomic_add4(dwte, inp[b, t] * C + c, *x0)
+            atomic_add4(dwte, inp[b + 1, t] * C + c, *x1)
+            atomic_add4(dwte, inp[b + 2, t] * C + c, *x2)
+            atomic_add4(dwte, inp[b + 3, t] * C + c, *x3)
+            total = add4(total, add4(add4(x0, x1), add4(x2, x3)))
+            i += 4 * sequence
+            b += 4
+        while b < B:
+            x = load4(dout, i)
+            atomic_add4(dwte, inp[b, t] * C + c, *x)
+            total = add4(total, x)
+            i += sequence
+            b += 1
+        store4(dwpe, t * C + c, *total)
+        c += 4 * cuda.blockDim.x
+
+
+@encoder_backward.version(
+    6, "16-byte atomics for dwte alone, one kernel (their order decides the last bits)", repeatable=False, needs_cc=(9, 0)
+)
+def encoder_backward6(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
+    """As version 3, with C a multiple of 4."""
+    T, C = dout.shape[1:]
+    encoder_backward_kernel6[T, threads_of_row(C, block_size), stream](dwte, dwpe, dout, inp)
+
+
+# Version 7 sorts as version 3 does, by counting how many keys are smaller, but a thread counts for two keys at once, which
+# it has in registers, and everybody reads the others' keys from shared memory, four at a time.
+COUNT_WARPS = 8
+COUNT_THREADS = WARP * COUNT_WARPS
+COUNTED = 2 * WARP  # keys a block
+
+
+@cuda.jit(device=True, cache=True)
+def smaller(n, a, key):
+    """n, and one more if a < key: both lie between 0 and 2^31, and the sign of the difference is all that is needed."""
+    return int32(n - (int32(a - key) >> 31))
+
+
+@cuda.jit(device=True, cache=True)
+def place_by_counting(order, tokens, first, count, block):
+    """COUNTED of the keys of the tokens from first to first + count go to their places in order; those of the first block
+    also put up the ends."""
+    keys = cuda.shared.array(POSITIONS, int32, alignment=16)
+    counts = cuda.shared.array((COUNT_WARPS, COUNTED), int32)
+    tid, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+    padded = (count + COUNTED - 1) // COUNTED * COUNTED
+    position = tid
+    while position < count:  # all on their way at once
+        cp_async4(keys, position, tokens, first + position)
+        position += COUNT_THREADS
+    cp_async_commit()
+    cp_async_wait(0)
+    position = tid
+    while position < padded:  # those that this thread has copied itself
+        token = keys[position] if position < count else int32(PADDING)
+        keys[position] = token << POSITION_BITS | position
+        position += COUNT_THREADS
+    cuda.syncthreads()
+    low, high = keys[block * COUNTED + lane], keys[block * COUNTED + WARP + lane]
+    before_low, before_high = int32(0), int32(0)
+    share = padded // COUNT_WARPS
+    i = warp * share
+    while i < (warp + 1) * share:
+        a, b, c, d = load4(keys, i)
+        before_low = smaller(smaller(smaller(smaller(before_low, a, low), b, low), c, low), d, low)
+        before_high = smaller(smaller(smaller(smaller(before_high, a, high), b, high), c, high), d, high)
+        i += 4
+    counts[warp, lane] = before_low
+    counts[warp, WARP + lane] = before_high
+    cuda.syncthreads()
+    if tid < COUNTED:
+        place = 1
+        for w in range(COUNT_WARPS):
+            place += counts[w, tid]
+        order[place] = keys[block * COUNTED + tid]
+    if block == 0 and tid == 0:
+        order[0] = -1
+        order[1 + padded] = PADDING << POSITION_BITS
+
+
+@cuda.jit(cache=True, fastmath=True, launch_bounds=(COUNT_THREADS, 4))
+def count_and_dwpe_kernel(order, runs, dwpe, dout, tokens, b, sequences, counting):
+    """Of the sequences from b on: the first blocks, `counting` of them, sort, the others add to dwpe."""
+    B, T, C = dout.shape
+    if cuda.grid(1) == 0:
+        runs[0] = 0
+    if cuda.blockIdx.x < counting:
+        place_by_counting(order, tokens, b * T, sequences * T, cuda.blockIdx.x)
+    else:
+        i = 4 * (cuda.grid(1) - counting * cuda.blockDim.x)
+        if i < T * C:
+            total = sum_of_sequences(dout, b * T * C + i, T * C, sequences)
+            store4(dwpe, i, *add4(load4(dwpe, i), total))
+
+
+@encoder_backward.version(7, "sorted by counting, by all blocks together", needs_cc=(8, 0))
+def encoder_backward7(dwte, dwpe, dout, inp, *, positions=POSITIONS, stream=0):
+    """As version 5."""
+    B, T, C = dout.shape
+    threads, parts = threads_of_row(C, ROW_THREADS), portions(dwte, dout, positions)
+    order, partials, runs = scratch_for_runs(T, C, parts[0][1])
+    tokens = inp.reshape(B * T)
+    for b, sequences in parts:
+        counting = ceil_div(sequences * T, COUNTED)
+        blocks = counting + ceil_div(T * C, 4 * COUNT_THREADS)
+        count_and_dwpe_kernel[blocks, COUNT_THREADS, stream](order, runs, dwpe, dout, tokens, b, sequences, counting)
+        add_runs(dwte, partials, runs, dout, order, b, sequences, threads, stream)

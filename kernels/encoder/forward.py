@@ -52,6 +52,7 @@ encoder_forward = Op(
     + [{"B": 1, "T": 1, "C": 12, "V": 5, "zipf": 0}, {"B": 3, "T": 50, "C": 8, "V": 4, "zipf": 1}]
     + [{"B": 5, "T": 3, "C": 136, "V": 9, "zipf": 1}],
     trainer_shapes=[{"B": 4, "T": 1024, "C": 768, "V": 50257, "zipf": 1}],
+    large=[{"B": 240, "T": 1024, "C": 1024, "V": 250_000, "zipf": 0}],
 )
 
 
@@ -106,7 +107,7 @@ def threads_of_row(C, block_size):
 
 
 @encoder_forward.version(3, "a block a token, 16-byte loads and stores")
-def encoder_forward3(out, inp, wte, wpe, *, block_size=256, stream=0):
+def encoder_forward3(out, inp, wte, wpe, *, block_size=128, stream=0):
     """As version 2, with C a multiple of 4."""
     B, T, C = out.shape
     need(B < 65536, f"needs B below 65536, got {B}")

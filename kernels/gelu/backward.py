@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 import cpu_reference
-from kernels.device import ceil_div, cuda, exp2_approx, float32, load4, load4_streaming, rcp_approx, store4
+from kernels.device import ceil_div, cuda, exp2_approx, float32, load4, rcp_approx, store4
 from kernels.gelu.forward import CUBIC, LINEAR, SQRT_2_OVER_PI, gelu_forward
 from kernels.op import Op
 
@@ -24,6 +24,7 @@ gelu_backward = Op(
     small=gelu_forward.small,
     odd=gelu_forward.odd,
     trainer_shapes=gelu_forward.trainer_shapes,
+    large=gelu_forward.large,
 )
 
 
@@ -112,10 +113,10 @@ def gelu_backward_kernel4(dinp, inp, dout):
     start = cuda.blockIdx.x * 2 * step  # a block owns two rounds of its threads
     i = start + 4 * cuda.threadIdx.x
     if start + 2 * step <= inp.size:
-        x0 = load4_streaming(inp, i)
-        d0 = load4_streaming(dout, i)
-        x1 = load4_streaming(inp, i + step)
-        d1 = load4_streaming(dout, i + step)
+        x0 = load4(inp, i)
+        d0 = load4(dout, i)
+        x1 = load4(inp, i + step)
+        d1 = load4(dout, i + step)
         store4(dinp, i, *gelu_slope4(x0, d0))
         store4(dinp, i + step, *gelu_slope4(x1, d1))
     else:

@@ -5,12 +5,26 @@ version 2: the whole card: every warp adds its sum to the result atomically
 version 3: 16-byte loads, and an atomic addition a block
 version 4: four independent 16-byte loads in flight a thread
 version 5: no atomics: blocks write the sums of fixed tiles, a second kernel adds these in order: the same bits every time
+version 6: one kernel of blocks that stay: few sums, which the block that is done last adds up in order
 """
+
+import functools
 
 import numpy as np
 
 import cpu_reference
-from kernels.device import WARP, ceil_div, cuda, float32, float64, load4, load4_streaming, multiprocessors, scratch
+from kernels.device import (
+    WARP,
+    ceil_div,
+    cuda,
+    float32,
+    float64,
+    int32,
+    load4,
+    multiprocessors,
+    scratch,
+    to_device,
+)  # fmt: skip
 from kernels.op import Op
 from kernels.reduce import block_sum, warp_sum
 
@@ -103,22 +117,20 @@ def global_norm_squared3(out, inp, *, block_size=512, stream=0):
 
 
 @cuda.jit(device=True, cache=True, fastmath=True)
-def sum_of_squares(inp, start, stop):
-    """A thread's part of the sum over inp[start:stop], of which the block takes four rounds of 16-byte loads at a time;
-    start a multiple of four."""
-    step = 4 * cuda.blockDim.x
-    i = start + 4 * cuda.threadIdx.x
+def sum_of_squares(inp, i, step, advance, stop):
+    """A thread's part of the sum over inp[:stop]: four elements at i, i + step, i + 2 step and i + 3 step, which are four
+    independent 16-byte loads, then those `advance` further on, and so on."""
     total0, total1, total2, total3 = float32(0), float32(0), float32(0), float32(0)
     while i + 3 * step + 3 < stop:
-        x0 = load4_streaming(inp, i)
-        x1 = load4_streaming(inp, i + step)
-        x2 = load4_streaming(inp, i + 2 * step)
-        x3 = load4_streaming(inp, i + 3 * step)
+        x0 = load4(inp, i)
+        x1 = load4(inp, i + step)
+        x2 = load4(inp, i + 2 * step)
+        x3 = load4(inp, i + 3 * step)
         total0 += square4(x0)
         total1 += square4(x1)
         total2 += square4(x2)
         total3 += square4(x3)
-        i += 4 * step
+        i += advance
     while i < stop:
         for j in range(i, min(i + 4, stop)):
             total0 += inp[j] * inp[j]
@@ -129,7 +141,9 @@ def sum_of_squares(inp, start, stop):
 @cuda.jit(cache=True, fastmath=True)
 def global_norm_squared_kernel4(out, inp, tile):
     start = cuda.blockIdx.x * tile
-    total = block_sum(sum_of_squares(inp, start, min(start + tile, inp.size)))
+    stop = min(start + tile, inp.size)
+    step = 4 * cuda.blockDim.x
+    total = block_sum(sum_of_squares(inp, start + 4 * cuda.threadIdx.x, step, 4 * step, stop))
     if cuda.threadIdx.x == 0:
         cuda.atomic.add(out, 0, total)
 
@@ -150,7 +164,9 @@ def global_norm_squared4(out, inp, *, block_size=512, stream=0):
 @cuda.jit(cache=True, fastmath=True)
 def tile_sums_kernel(sums, inp, tile):
     start = cuda.blockIdx.x * tile
-    total = block_sum(sum_of_squares(inp, start, min(start + tile, inp.size)))
+    stop = min(start + tile, inp.size)
+    step = 4 * cuda.blockDim.x
+    total = block_sum(sum_of_squares(inp, start + 4 * cuda.threadIdx.x, step, 4 * step, stop))
     if cuda.threadIdx.x == 0:
         sums[cuda.blockIdx.x] = total
 
@@ -171,3 +187,37 @@ def global_norm_squared5(out, inp, *, block_size=512, stream=0):
     sums = scratch("global_norm_squared5", ceil_div(inp.size, TILE))
     tile_sums_kernel[sums.size, block_size, stream](sums, inp, TILE)
     sum_in_order_kernel[1, 1024, stream](out, sums)
+
+
+BLOCKS = 264  # two for each multiprocessor of an H200; the same number everywhere, so that every card has the same bits
+
+
+@cuda.jit(cache=True, fastmath=True, launch_bounds=(1024, 2))
+def global_norm_squared_kernel6(out, sums, finished, inp):
+    thread, blocks, step = cuda.threadIdx.x, cuda.gridDim.x, 4 * cuda.blockDim.x
+    start = 4 * step * cuda.blockIdx.x + 4 * thread
+    total = block_sum(sum_of_squares(inp, start, step, 4 * step * blocks, inp.size))
+    last = int32(0)
+    if thread == 0:
+        sums[cuda.blockIdx.x] = total
+        cuda.threadfence()  # who sees the count that follows sees the block's sum
+        last = int32(cuda.atomic.inc(finished, 0, blocks - 1) == blocks - 1)  # then it starts again at 0
+        cuda.threadfence()  # and here sees the sums of all blocks before
+    if cuda.syncthreads_or(last):
+        total = block_sum(sums[thread] if thread < blocks else float32(0))
+        if thread == 0:
+            out[0] = total
+
+
+@functools.cache
+def counter():
+    """Starts at 0; the kernel above leaves it so."""
+    return to_device(np.zeros(1, np.uint32))
+
+
+@global_norm_squared.version(6, "one kernel of blocks that stay: the last one adds up in order: repeatable")
+def global_norm_squared6(out, inp, *, stream=0):
+    """out: float32 (1,); inp: float32 (N,), 16-byte aligned, on the device."""
+    blocks = min(BLOCKS, ceil_div(inp.size, 16 * 1024))
+    sums = scratch("global_norm_squared6", BLOCKS)
+    global_norm_squared_kernel6[blocks, 1024, stream](out, sums, counter(), inp)

@@ -18,7 +18,7 @@ import math
 import numpy as np
 
 import cpu_reference
-from kernels.device import WARP, ceil_div, cuda, float32, load4_readonly, load4_streaming, multiprocessors, need, store4
+from kernels.device import WARP, ceil_div, cuda, float32, load4, load4_readonly, multiprocessors, need, store4
 from kernels.op import Op
 from kernels.reduce import block_sum2, moments, warp_sum, warp_sum2
 
@@ -41,6 +41,7 @@ layernorm_forward = Op(
     small={"N": 6, "C": 100},
     odd=[{"N": 3, "C": C} for C in (1, 3, 33, 100, 768, 1600, 1601)] + [{"N": 1, "C": 768}],
     trainer_shapes=[{"N": 4096, "C": 768}],
+    large=[{"N": 131_072, "C": 768}],
 )
 
 EPS = float32(1e-5)  # a float32: with a bare 1e-5 the sum below it would be a float64
@@ -231,7 +232,7 @@ def make_layernorm_forward_kernel6(C):
         for k in range(pieces):
             c = 4 * (lane + WARP * k)
             if c < C:  # always, for all pieces but the last
-                x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4_streaming(inp, base + c)
+                x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(inp, base + c)
                 m += x[k, 0] + x[k, 1] + x[k, 2] + x[k, 3]
         m = warp_sum(m) / float32(C)
         v = float32(0)
@@ -283,7 +284,7 @@ def make_layernorm_forward_kernel7(C):
         for k in range(pieces):
             c = 4 * (lane + WARP * k)
             if c < C:
-                ahead[k, 0], ahead[k, 1], ahead[k, 2], ahead[k, 3] = load4_streaming(inp, row * C + c)
+                ahead[k, 0], ahead[k, 1], ahead[k, 2], ahead[k, 3] = load4(inp, row * C + c)
                 w[k, 0], w[k, 1], w[k, 2], w[k, 3] = load4_readonly(weight, c)
                 b[k, 0], b[k, 1], b[k, 2], b[k, 3] = load4_readonly(bias, c)
         while row < N:
@@ -295,7 +296,7 @@ def make_layernorm_forward_kernel7(C):
                         x[k, j] = ahead[k, j]
                         m += x[k, j]
                     if row + warps < N:
-                        ahead[k, 0], ahead[k, 1], ahead[k, 2], ahead[k, 3] = load4_streaming(inp, (row + warps) * C + c)
+                        ahead[k, 0], ahead[k, 1], ahead[k, 2], ahead[k, 3] = load4(inp, (row + warps) * C + c)
             m = warp_sum(m) / float32(C)
             v = float32(0)
             for k in range(pieces):

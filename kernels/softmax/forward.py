@@ -26,10 +26,9 @@ from kernels.device import (
     float32,
     float64,
     load4,
-    load4_streaming,
     multiprocessors,
     need,
-    store4_streaming,
+    store4,
 )
 from kernels.op import Op
 from kernels.reduce import (
@@ -235,7 +234,7 @@ def ragged(start, C, thread):
 def store_probabilities(out, i, a, b, c, d, top, norm):
     a, b = power(a, top) * norm, power(b, top) * norm
     c, d = power(c, top) * norm, power(d, top) * norm
-    store4_streaming(out, i, a, b, c, d)
+    store4(out, i, a, b, c, d)
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -312,7 +311,7 @@ def make_softmax_forward_kernel8(C):
         head, whole, edge = ragged(row * C, C, thread)
         first = row * C + head + 4 * thread
         for k in range(last):
-            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4_streaming(inp, first + k * step)
+            x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(inp, first + k * step)
         x[last, 0], x[last, 1], x[last, 2], x[last, 3] = load_last8(
             inp, first + last * step, thread + last * THREADS8 < whole
         )
@@ -348,11 +347,11 @@ def make_softmax_forward_kernel8(C):
             head, whole, edge = ragged(row * C, C, thread)
             first = row * C + head + 4 * thread
             for k in range(last):
-                store4_streaming(out, to + k * step, x[k, 0], x[k, 1], x[k, 2], x[k, 3])
+                store4(out, to + k * step, x[k, 0], x[k, 1], x[k, 2], x[k, 3])
                 if more:  # the piece's registers are free
-                    x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4_streaming(inp, first + k * step)
+                    x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(inp, first + k * step)
             if mine:
-                store4_streaming(out, to + last * step, x[last, 0], x[last, 1], x[last, 2], x[last, 3])
+                store4(out, to + last * step, x[last, 0], x[last, 1], x[last, 2], x[last, 3])
             if more:
                 x[last, 0], x[last, 1], x[last, 2], x[last, 3] = load_last8(
                     inp, first + last * step, thread + last * THREADS8 < whole
@@ -365,7 +364,7 @@ def make_softmax_forward_kernel8(C):
 @cuda.jit(device=True, cache=True)
 def load_last8(inp, i, mine):
     if mine:
-        return load4_streaming(inp, i)
+        return load4(inp, i)
     return LOWEST, LOWEST, LOWEST, LOWEST
 
 
