@@ -194,9 +194,11 @@ def _poisoned(shape, dtype, alignment) -> np.ndarray:
     """A new array of poison, which is aligned as asked and no better, so that a vector access that was just lucky shows."""
     dtype = _dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
-    memory = np.full(size // 4 + 129, POISON, np.uint32)
-    start = (alignment or dtype.itemsize) - memory.ctypes.data % 256
-    start += 256 * (start < 0)
+    alignment = alignment or dtype.itemsize
+    period = max(256, 2 * alignment)
+    memory = np.full((size + 2 * period) // 4 + 1, POISON, np.uint32)
+    start = alignment - memory.ctypes.data % period
+    start += period * (start < 0)
     return memory.view(np.uint8)[start : start + size].view(dtype).reshape(shape)
 
 
@@ -404,8 +406,10 @@ class Launch:
                 return thread, SimulatorError(
                     f"{operation} with mask {mask:#x} waits for lane {missing.lane}, which {self.fate(missing)}"
                 )
-        thread = live[0]
-        _, barrier, count = thread.waits
+        thread = next((thread for thread in live if thread.waits[0] == "barrier"), live[0])
+        kind, barrier, count = thread.waits
+        if kind == "sleep":
+            return thread, SimulatorError(f"{barrier} waits for what does not come")
         arrived = self.barriers[barrier, count]
         missing = next((t for t in self.threads if t not in arrived), None)
         return thread, SimulatorError(
@@ -453,7 +457,7 @@ class Launch:
         return located
 
 
-OURS = {__file__, os.path.join(os.path.dirname(__file__), "intrinsics.py")}
+OURS = {os.path.join(os.path.dirname(__file__), name) for name in ("simulator.py", "intrinsics.py", "tma.py")}
 
 
 def _short(path: str) -> str:
@@ -545,6 +549,15 @@ def barrier(name: str, count: int, value=None) -> dict:
     else:
         _wait(thread, "barrier", name, count)
     return arrived
+
+
+def sleep(operation: str) -> None:
+    """Wait until another thread wakes this one."""
+    _wait(_running, "sleep", operation, 0)
+
+
+def wake(threads) -> None:
+    _launch.ready.extend(threads)
 
 
 def running() -> Thread:

@@ -17,7 +17,7 @@ def _cache_folder() -> Path:
     the folder's name, so that an edit of it compiles everything anew."""
     shared = hashlib.sha256()
     of_layers = [file for file in HERE.glob("*/*.py") if file.stem not in ("__init__", "forward", "backward", "run")]
-    for file in [HERE / "device.py", HERE / "intrinsics.py", HERE / "reduce.py", *sorted(of_layers)]:
+    for file in [HERE / "device.py", HERE / "intrinsics.py", HERE / "reduce.py", HERE / "tma.py", *sorted(of_layers)]:
         shared.update(file.read_bytes())
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     for parent in (Path(home), Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"):  # a container may have no home

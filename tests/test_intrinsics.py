@@ -20,7 +20,12 @@ from kernels.device import (
     cp_async16_zfill, cp_async_commit, cp_async_wait, cuda, exp2_approx, float32, globaltimer, int32, ldmatrix_x2,
     ldmatrix_x4, load2, load4, load4_readonly, load4_streaming, log2_approx, mma_tf32, rcp_approx, rsqrt_approx,
     shfl_down_width, shfl_up_width, shfl_width, shfl_xor_width, store2, store4, store4_streaming, tanh_approx, to_device,
-    to_host, to_tf32,
+    to_host, to_tf32, uint64,
+)  # fmt: skip
+from kernels.matmul.wgmma import fence_async
+from kernels.tma import (
+    WORDS, address, cluster_rank, cluster_sync, copy_tile2, copy_tile3, fence_mbarrier_init, in_clusters, mbarrier_arrive,
+    mbarrier_expect, mbarrier_init, mbarrier_wait, store_tile3, stores_commit, stores_wait, tensor_maps,
 )  # fmt: skip
 
 if SIMULATE:
@@ -418,6 +423,120 @@ def test_the_global_timer_counts_nanoseconds():
     assert end > 0
 
 
+# Tiles that one thread asks for ---------------------------------------------------------------------------------------
+
+
+@cuda.jit
+def tiles_kernel(out, maps, x, y, nbytes):
+    """out (3,8,32): what stands in shared memory after two copies, as the second one's barrier lets go."""
+    in_clusters(1)
+    tile = cuda.shared.array(3 * 256, float32, alignment=1024)
+    barriers = cuda.shared.array(2, uint64)
+    thread = cuda.threadIdx.x
+    for i in range(thread, 3 * 256, 32):
+        tile[i] = -1
+    if thread == 0:
+        mbarrier_init(barriers, 0, 1)
+        mbarrier_init(barriers, 1, 2)
+        fence_mbarrier_init()
+    fence_async()  # what was stored above comes before what the copies bring
+    cluster_sync()
+    if thread == 0:
+        mbarrier_expect(barriers, 0, nbytes)
+        copy_tile2(tile, 0, maps, 0, x, y, barriers, 0)
+        mbarrier_wait(barriers, 0, 0)
+        mbarrier_expect(barriers, 1, nbytes)
+        copy_tile3(tile, 512, maps, WORDS, x, 1, y // 2, barriers, 1, 1)
+    if thread == 31:
+        mbarrier_arrive(barriers, 1, cluster_rank())
+    mbarrier_wait(barriers, 1, 0)
+    for i in range(thread, 3 * 256, 32):
+        out[i // 256, i // 32 % 8, i % 32] = tile[i]
+
+
+def unswizzled(tile):
+    """Rows of 32 floats, of which row r keeps its chunk of four c at c ^ (r % 8)."""
+    rows = tile.reshape(-1, 8, 4)
+    return np.take_along_axis(rows, (np.arange(8) ^ np.arange(len(rows))[:, None] % 8)[:, :, None], 1).reshape(-1, 32)
+
+
+@fact
+@pytest.mark.parametrize(("x", "y"), [(0, 0), (8, 4), (32, 14), (-4, -2)])
+def test_tiles_arrive_swizzled_with_zeros_for_what_lies_outside(x, y):
+    needs(9, 0)
+    source = values(20, 44)
+    array = to_device(source)
+    maps = tensor_maps(
+        (address(array), (44, 20), (44,), (32, 8), False),
+        (address(array), (44, 2, 10), (44, 88), (32, 1, 8), True),  # its odd rows, rounded
+    )
+    out = to_device(np.zeros((3, 8, 32), np.float32))
+    tiles_kernel[1, 32](out, maps, x, y, 4 * 256)
+    padded = np.pad(source, ((4, 16), (4, 32)))
+    first, between, second = to_host(out)
+    assert (unswizzled(first) == padded[y + 4 : y + 12, x + 4 : x + 36]).all()
+    assert (between == -1).all()
+    odd = unswizzled(second)
+    truth = padded[y // 2 * 2 + 5 : y // 2 * 2 + 21 : 2, x + 4 : x + 36]
+    assert (odd.view(np.uint32) & 0x1FFF == 0).all()
+    assert (abs(odd - truth) <= abs(truth) * 2.0**-11).all()
+
+
+@cuda.jit
+def tile_out_kernel(maps, x, y, wait):
+    tile = cuda.shared.array(256, float32, alignment=1024)
+    lane = cuda.threadIdx.x
+    for row in range(8):
+        tile[row * 32 + (lane ^ row * 4)] = 100 * row + lane
+    fence_async()
+    cuda.syncthreads()
+    if lane == 0:
+        store_tile3(tile, 0, maps, 0, x, y, 1)
+        stores_commit()
+        if wait:
+            stores_wait(0)
+
+
+@fact
+@pytest.mark.parametrize(("x", "y"), [(0, 0), (12, 7), (32, 2)])
+def test_a_tile_is_stored_save_what_lies_outside(x, y):
+    needs(9, 0)
+    target = to_device(np.full((2, 10, 36), -1, np.float32))
+    tile_out_kernel[1, 32](tensor_maps((address(target), (36, 10, 2), (36, 360), (32, 8, 1), False)), x, y, 1)
+    truth = np.full((2, 26, 68), -1, np.float32)
+    truth[1, y : y + 8, x : x + 32] = 100 * np.arange(8)[:, None] + LANES
+    assert (to_host(target) == truth[:, :10, :36]).all()
+
+
+@simulated
+def test_a_tile_that_nobody_waited_for_may_not_have_been_stored():
+    target = np.zeros((1, 8, 32), np.float32)
+    maps = tensor_maps((address(target), (32, 8, 1), (32, 256), (32, 8, 1), False))
+    tile_out_kernel[1, 32](maps, 0, 0, 0)
+    assert not target.any()
+
+
+@cuda.jit
+def barrier_kernel(out, count, arrivals, phases):
+    barriers = cuda.shared.array(1, uint64)
+    if cuda.threadIdx.x == 0:
+        if count:
+            mbarrier_init(barriers, 0, count)
+        for _ in range(arrivals):
+            mbarrier_arrive(barriers, 0, 0)
+        for phase in range(phases):
+            mbarrier_wait(barriers, 0, phase & 1)
+        mbarrier_wait(barriers, 0, phases & 1 ^ 1)
+        out[0] = phases
+
+
+@fact
+@pytest.mark.parametrize(("count", "arrivals", "phases"), [(1, 0, 0), (1, 1, 1), (2, 2, 1)])
+def test_a_wait_for_a_phase_that_is_over_is_over_at_once(count, arrivals, phases):
+    needs(9, 0)
+    assert run(barrier_kernel, 1, 1, values(1), count, arrivals, phases)[0] == phases
+
+
 # What the simulator refuses -------------------------------------------------------------------------------------------
 
 
@@ -459,6 +578,16 @@ def bar_sync_kernel(out, name, count):
     bar_sync(name, count)
 
 
+@cuda.jit
+def misplaced_tile_kernel(out, maps):
+    tile = cuda.shared.array(512, float32, alignment=1024)
+    store_tile3(tile, 32, maps, 0, 0, 0, 0)
+
+
+A_TENSOR = to_device(np.zeros((8, 32), np.float32))
+A_MAP = to_host(tensor_maps((address(A_TENSOR), (32, 8, 1), (32, 256), (32, 8, 1), False))) if SIMULATE else None
+
+
 @simulated
 @pytest.mark.parametrize(
     ("words", "kernel", "block", "args"),
@@ -475,6 +604,9 @@ def bar_sync_kernel(out, name, count):
         ("bar_sync.0, 32.: a number of 1 to 15", bar_sync_kernel, 32, (values(8), 0, 32)),
         ("bar_sync.1, 33.: .*whole warps", bar_sync_kernel, 32, (values(8), 1, 33)),
         ("bar_sync 1 is reached by 32 of 64 threads", bar_sync_kernel, 32, (values(8), 1, 64)),
+        ("barrier 0 was not initialized", barrier_kernel, 1, (values(1), 0, 1, 1)),
+        ("mbarrier_wait waits for what does not come", barrier_kernel, 1, (values(1), 2, 1, 1)),
+        ("a tile starts at a multiple of 1024 bytes", misplaced_tile_kernel, 1, (values(8, 32), A_MAP)),
     ],
 )
 def test_what_faults_on_a_gpu_is_refused(words, kernel, block, args):
@@ -524,6 +656,14 @@ PTX = {  # kernel -> its arguments, the compute capability that it needs, and wh
     pipeline_kernel: ((FLOATS, MATRIX), (8, 0), ["cp.async.commit_group", "cp.async.wait_group 2"]),
     two_teams_kernel: ((np.zeros(4, np.int32),), (7, 5), ["bar.sync %r"]),
     clock_kernel: ((np.zeros(4, np.uint64),), (7, 5), ["%globaltimer"]),
+    tiles_kernel: (
+        (np.zeros((3, 8, 32), np.float32), np.zeros(32, np.uint64), 0, 0, 0), (9, 0),
+        ["mbarrier.init", "fence.mbarrier_init", "mbarrier.arrive.expect_tx", "mapa", "mbarrier.try_wait", "barrier.cluster",
+         "cp.async.bulk.tensor.2d", "cp.async.bulk.tensor.3d", ".reqnctapercluster 1"],
+    ),
+    tile_out_kernel: (
+        (np.zeros(16, np.uint64), 0, 0, 0), (9, 0), ["tensor.3d.global", "bulk.commit_group", "bulk.wait_group.read 0"],
+    ),
 }  # fmt: skip
 REFUSED = {
     variable_wait_kernel: ((FLOATS, 3), "cp_async_wait takes a literal integer"),

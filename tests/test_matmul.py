@@ -11,7 +11,7 @@ import pytest
 import cpu_reference
 from kernels.device import TARGET, to_device, to_host
 from kernels.intrinsics import to_tf32
-from kernels.matmul import engine, wgmma
+from kernels.matmul import engine, tma, wgmma
 from kernels.matmul.engine import ADD, BIAS, BIAS_GELU, BIAS_RESIDUAL, SLOPE, STORE, in_tile, round_tf32, swizzle
 from kernels.matmul.transpose import transpose
 
@@ -86,37 +86,55 @@ def test_the_engine_ends_as_told(epilogue, N, splits):
         assert relative_error(extra, truth[1]) < 1e-5
 
 
+SMALL_TILES = {wgmma: wgmma.Tile(2, 64), tma: tma.Tile(128)}
+
+
 @in_the_simulator
+@pytest.mark.parametrize("core", [wgmma, tma])
 @pytest.mark.parametrize("a_m_major", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("splits", [1, 2])
-def test_wgmma_multiplies_every_layout_that_it_knows(a_m_major, transposed, splits):
+def test_wgmma_multiplies_every_layout_that_it_knows(core, a_m_major, transposed, splits):
     M, N, K = 68, 20, 132  # two warp groups, three pairs of steps
     a, b = normal(M, K), normal(N, K)
     out = np.full((N, M) if transposed else (M, N), np.nan, np.float32)
-    wgmma.multiply(
+    core.multiply(
         out, np.ascontiguousarray(a.T) if a_m_major else a, b,
-        a_m_major=a_m_major, transposed=transposed, tile=wgmma.Tile(2, 64), splits=splits,
+        a_m_major=a_m_major, transposed=transposed, tile=SMALL_TILES[core], splits=splits,
     )  # fmt: skip
     truth = a.astype(np.float64) @ b.T
     assert relative_error(out, truth.T if transposed else truth) < 2e-3
 
 
 @in_the_simulator
-@pytest.mark.parametrize(("epilogue", "transposed"), [(BIAS_GELU, False), (BIAS_RESIDUAL, False), (SLOPE, True), (ADD, True)])
-def test_wgmma_ends_as_told(epilogue, transposed):
-    M, N, K = 20, 24, 36
+@pytest.mark.parametrize("core", [wgmma, tma])
+@pytest.mark.parametrize(
+    ("epilogue", "transposed"),
+    [(BIAS, False), (BIAS_GELU, False), (BIAS_RESIDUAL, False), (SLOPE, True), (ADD, True), (ADD, False)],
+)
+def test_wgmma_ends_as_told(core, epilogue, transposed):
+    M, N, K = 20, 100, 36
     a, b, bias, extra = normal(M, K), normal(N, K), normal(N), normal(M, N)
     truth = finished(a.astype(np.float64) @ b.T, epilogue, bias, extra)
     extra = np.ascontiguousarray(extra.T) if transposed else extra
     out = extra if epilogue == ADD else np.full_like(extra, np.nan)
     bias = None if transposed else bias
-    wgmma.multiply(
-        out, a, b, epilogue=epilogue, bias=bias, extra=extra, transposed=transposed, tile=wgmma.Tile(1, 64), splits=1
+    core.multiply(
+        out, a, b, epilogue=epilogue, bias=bias, extra=extra, transposed=transposed, tile=SMALL_TILES[core], splits=1
     )
     assert relative_error(out.T if transposed else out, truth[0]) < 2e-3
     if truth[1] is not None:
         assert relative_error(extra, truth[1]) < 2e-3
+
+
+@in_the_simulator
+@pytest.mark.parametrize(("BN", "a_m_major"), [(192, False), (256, True)])
+def test_blocks_go_from_tile_to_tile_and_stages_round_the_ring(BN, a_m_major):
+    M, N, K = 132, 600, 228  # more tiles than blocks, more steps than stages
+    a, b = normal(M, K), normal(N, K)
+    out = np.full((M, N), np.nan, np.float32)
+    tma.multiply(out, np.ascontiguousarray(a.T) if a_m_major else a, b, a_m_major=a_m_major, tile=tma.Tile(BN), splits=1)
+    assert relative_error(out, a.astype(np.float64) @ b.T) < 2e-3
 
 
 @in_the_simulator
@@ -158,15 +176,15 @@ def test_no_read_of_a_tile_waits_for_a_bank():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("core", ["fp32", "tf32", "wgmma"])
+@pytest.mark.parametrize("core", ["fp32", "tf32", "wgmma", "tma"])
 @pytest.mark.parametrize(("N", "C", "OC"), [(3, 8, 50260), (4100, 768, 772), (1000, 3072, 768)])
 def test_edges_and_splits_are_right_on_the_gpu(core, N, C, OC):
     inp, weight = normal(N, C), normal(OC, C)
     out = to_device(np.full((N, OC), np.nan, np.float32))
-    if core == "wgmma":
+    if core in ("wgmma", "tma"):
         if reason := wgmma.missing():
             pytest.skip(reason)
-        wgmma.multiply(out, to_device(inp), to_device(weight))
+        (tma if core == "tma" else wgmma).multiply(out, to_device(inp), to_device(weight))
     else:
         engine.multiply(out, to_device(inp), to_device(weight), tf32=core == "tf32")
     truth = inp.astype(np.float64) @ weight.T
@@ -198,13 +216,16 @@ def compile_core(core: str) -> str:
     compiler._current.append({(9, 0): []})
     if core == "wgmma":
         wgmma.multiply(out, inp, weight, tile=wgmma.Tile(), splits=1)
+    elif core == "tma":
+        tma.multiply(out, inp, weight, tile=tma.Tile(), splits=1)
     else:
         engine.multiply(out, inp, weight, tile=engine.TF32 if core == "tf32" else engine.FP32, splits=1)
     return compiler._current.pop()[9, 0][0][1]
 
 
 @pytest.mark.parametrize(
-    ("core", "instruction", "count"), [("fp32", "fma.rn", 512), ("tf32", "mma.sync", 128), ("wgmma", "wgmma.mma", 8)]
+    ("core", "instruction", "count"),
+    [("fp32", "fma.rn", 512), ("tf32", "mma.sync", 128), ("wgmma", "wgmma.mma", 8), ("tma", "wgmma.mma", 8)],
 )
 def test_the_sums_stay_in_registers(core, instruction, count):
     ptx = ptx_of(core)

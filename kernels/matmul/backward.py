@@ -9,6 +9,7 @@ version 2: the weight's gradient from cuBLASLt, the smaller operand transposed f
 version 8: the engine in fp32
 version 10: the engine in TF32 on the tensor cores (11 where an epilogue is fused)
 version 12: wgmma; what it wants the other way round is transposed first, the smaller operand
+version 13: wgmma fed by TMA, the same transposed first
 """
 
 import numpy as np
@@ -17,7 +18,7 @@ import cpu_reference
 from kernels import cublas
 from kernels.device import ceil_div, cuda, float32, need, scratch
 from kernels.gelu.backward import gelu_backward
-from kernels.matmul import engine, wgmma
+from kernels.matmul import engine, tma, wgmma
 from kernels.matmul.forward import ATTPROJ, FC, FCPROJ, HEAD, ODD, QKV, SMALL, product_bytes, product_flops, sizes_of
 from kernels.matmul.transpose import transpose
 from kernels.op import Op
@@ -138,6 +139,12 @@ def matmul_backward_input12(dinp, dout, weight, *, stream=0):
     wgmma.multiply(dinp, dout, transpose(weight, stream), stream=stream)
 
 
+@matmul_backward_input.version(13, "wgmma fed by TMA, likewise", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_backward_input13(dinp, dout, weight, *, stream=0):
+    """As matmul_backward_input0; C and OC multiples of 4."""
+    tma.multiply(dinp, dout, transpose(weight, stream), stream=stream)
+
+
 @matmul_gelu_backward_input.version(1, "two kernels: cuBLASLt, then our GELU's backward", precision="either", needs=cublas.missing)
 def matmul_gelu_backward_input1(dinp, dout, weight, pre, *, tf32=True, stream=0):
     """As matmul_gelu_backward_input0, any C."""
@@ -163,6 +170,12 @@ def matmul_gelu_backward_input12(dinp, dout, weight, pre, *, stream=0):
     """As matmul_gelu_backward_input0; C and OC multiples of 4."""
     transposed = transpose(weight, stream)
     wgmma.multiply(dinp, dout, transposed, epilogue=engine.SLOPE, extra=pre, stream=stream)
+
+
+@matmul_gelu_backward_input.version(13, "wgmma fed by TMA, likewise", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_gelu_backward_input13(dinp, dout, weight, pre, *, stream=0):
+    """As matmul_gelu_backward_input0; C and OC multiples of 4."""
+    tma.multiply(dinp, dout, transpose(weight, stream), epilogue=engine.SLOPE, extra=pre, stream=stream)
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -221,6 +234,18 @@ def matmul_backward_weight12(dweight, dout, inp, accumulate, *, stream=0):
     a, b = (dout, inp) if C <= OC else (inp, dout)
     epilogue = engine.ADD if accumulate else engine.STORE
     wgmma.multiply(
+        dweight, a, transpose(b, stream),
+        a_m_major=True, transposed=C > OC, epilogue=epilogue, extra=dweight, stream=stream,
+    )  # fmt: skip
+
+
+@matmul_backward_weight.version(13, "wgmma fed by TMA, likewise", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_backward_weight13(dweight, dout, inp, accumulate, *, stream=0):
+    """As matmul_backward_weight12."""
+    OC, C = dweight.shape
+    a, b = (dout, inp) if C <= OC else (inp, dout)
+    epilogue = engine.ADD if accumulate else engine.STORE
+    tma.multiply(
         dweight, a, transpose(b, stream),
         a_m_major=True, transposed=C > OC, epilogue=epilogue, extra=dweight, stream=stream,
     )  # fmt: skip

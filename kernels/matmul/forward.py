@@ -14,6 +14,7 @@ version 10: the engine with mma.sync: three stages, warps' tiles of 64 x 64, fra
 version 11: its epilogue: bias, bias and GELU, bias and residual (in version 10 the bias is there already)
 version 12: wgmma: four warps together, the weight read from shared memory by the tensor core (kernels/matmul/wgmma.py), which
     cuts it off to TF32 where all others round to nearest
+version 13: both operands brought, and rounded, by the tensor memory accelerator, for which one thread asks (kernels/matmul/tma.py)
 """
 
 import numpy as np
@@ -34,7 +35,7 @@ from kernels.device import (
     to_tf32,
 )
 from kernels.gelu.forward import gelu_forward
-from kernels.matmul import engine, wgmma
+from kernels.matmul import engine, tma, wgmma
 from kernels.op import Op
 
 
@@ -464,6 +465,13 @@ def matmul_forward12(out, inp, weight, bias, *, stream=0):
     wgmma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
 
 
+@matmul_forward.version(13, "TF32 wgmma, fed by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_forward13(out, inp, weight, bias, *, stream=0):
+    """As matmul_forward0; C and OC multiples of 4."""
+    epilogue = engine.STORE if bias is None else engine.BIAS
+    tma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
+
+
 # The fused ops: first in two steps, which the others have to beat.
 
 
@@ -492,6 +500,12 @@ def matmul_gelu_forward12(out, pre, inp, weight, bias, *, stream=0):
     wgmma.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
 
 
+@matmul_gelu_forward.version(13, "wgmma, fed by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_gelu_forward13(out, pre, inp, weight, bias, *, stream=0):
+    """As matmul_gelu_forward0; C and OC multiples of 4."""
+    tma.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
+
+
 @matmul_residual_forward.version(8, "bias and residual as the sums are stored")
 def matmul_residual_forward8(out, inp, weight, bias, residual, *, stream=0):
     """As matmul_residual_forward0."""
@@ -508,3 +522,9 @@ def matmul_residual_forward11(out, inp, weight, bias, residual, *, stream=0):
 def matmul_residual_forward12(out, inp, weight, bias, residual, *, stream=0):
     """As matmul_residual_forward0; C and OC multiples of 4."""
     wgmma.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
+
+
+@matmul_residual_forward.version(13, "wgmma, fed by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_residual_forward13(out, inp, weight, bias, residual, *, stream=0):
+    """As matmul_residual_forward0; C and OC multiples of 4."""
+    tma.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)

@@ -1,7 +1,7 @@
 """The transpose of an operand. Tensor cores read TF32 from shared memory along K alone (PTX ISA, wgmma: only 16-bit types may lie
 the other way), so a product whose operands lie along M and N pays for every tile, or once, here, for the smaller operand."""
 
-from kernels.device import ceil_div, cuda, float32, load4, scratch, store4, to_tf32
+from kernels.device import ceil_div, cuda, float32, load4, need, scratch, store4, to_tf32
 
 TILE = 64
 
@@ -31,6 +31,7 @@ def transpose_kernel(out, inp, rounded):
 def transpose(inp, stream=0, rounded: bool = True):
     """A scratch array (C,N) that holds the transpose of inp (N,C), rounded to TF32 or as it is; N and C multiples of 4."""
     N, C = inp.shape
+    need(N % 4 == 0 and C % 4 == 0, f"needs channels and rows in multiples of 4 to transpose, got {N} x {C}")
     out = scratch("matmul transpose", (C, N))
     transpose_kernel[(ceil_div(C, TILE), ceil_div(N, TILE)), 256, stream](out, inp, rounded)
     return out

@@ -89,12 +89,15 @@ def wgmma_wait(n):
 
 @functools.cache
 def make_wgmma(N: int):
-    """sums (N // 2) = a @ b, plus sums if `more`, for a warp group: wgmma(sums, shared, at, more, a0, a1, a2, a3); and
-    wgmma_finish(sums): wait until the sums are there.
+    """Three functions of a warp group. wgmma(sums, shared, at, more, a0, a1, a2, a3): sums (N // 2) = a @ b, plus sums if `more`;
+    wgmma_shared(sums, shared, at_a, at, more): the same with a in shared memory too; wgmma_finish(sums): wait until the sums are
+    there.
 
     b.T's N rows of 8 floats start at shared[at], in a tile with rows of 128 bytes whose 16-byte chunk c stands at c ^ (row % 8);
-    at is a multiple of 8 within a row, and the tile starts at a multiple of 1024 bytes. Lane 4 g + t of warp w holds
+    at is a multiple of 8 within a row, and the tile starts at a multiple of 1024 bytes. So do a's 64 rows at shared[at_a], or
+    lane 4 g + t of warp w holds
         a0 = a[16 w + g, t], a1 = a[16 w + g + 8, t], a2 = a[16 w + g, t + 4], a3 = a[16 w + g + 8, t + 4]
+    and in either case
         sums[4 j + c] = sums[16 w + g + 8 (c // 2), 8 j + 2 t + c % 2]
     (PTX ISA, Asynchronous Warpgroup Level Matrix Instructions)
     """
@@ -106,22 +109,34 @@ def make_wgmma(N: int):
     from numba.cuda import types
     from numba.cuda.extending import intrinsic
 
-    names = ", ".join(f"${i}" for i in range(count))
-    a = ", ".join(f"${2 * count + i}" for i in range(4))
-    # the descriptor: address / 16, 1024 bytes between groups of eight rows, swizzled by 128 bytes
-    multiply = (
-        f"{{.reg .pred p; .reg .b32 x; .reg .b64 d; setp.ne.b32 p, ${2 * count + 5}, 0; shr.u32 x, ${2 * count + 4}, 4; "
-        "cvt.u64.u32 d, x; or.b64 d, d, 0x4000004000010000; "
-        f"wgmma.mma_async.sync.aligned.m64n{N}k8.f32.tf32.tf32 {{{names}}}, {{{a}}}, d, p, 1, 1;}}"
-    )
+    def assembly(a: str, operands: int) -> str:
+        """The instruction whose last operands are b's address and `more`, after `operands` of a, which it calls `a`."""
+        sums = ", ".join(f"${i}" for i in range(count))
+        b, more = (f"${2 * count + operands + i}" for i in range(2))
+        return (
+            f"{{.reg .pred p; .reg .b32 x; .reg .b64 d, e; setp.ne.b32 p, {more}, 0; {descriptor('d', b)}"
+            f"{descriptor('e', f'${2 * count}') if operands == 1 else ''}"
+            f"wgmma.mma_async.sync.aligned.m64n{N}k8.f32.tf32.tf32 {{{sums}}}, {a}, d, p, 1, 1;}}"
+        )
 
-    def through_registers(context, builder, sums, value, text, operands, constraints):
+    def descriptor(name: str, address: str) -> str:
+        """Address / 16, 1024 bytes between groups of eight rows, swizzled by 128 bytes."""
+        return f"shr.u32 x, {address}, 4; cvt.u64.u32 {name}, x; or.b64 {name}, {name}, 0x4000004000010000; "
+
+    from_registers = assembly("{" + ", ".join(f"${2 * count + i}" for i in range(4)) + "}", 4)
+    from_shared = assembly("e", 1)
+
+    def address(context, builder, array, value, i):
+        start = builder.gep(context.make_array(array)(context, builder, value).data, [i])
+        return builder.ptrtoint(builder.addrspacecast(start, ir.PointerType(start.type.pointee, 3)), ir.IntType(32))
+
+    def through_registers(context, builder, sums, value, text, operands):
         """The assembly with all sums in registers, which it changes in place."""
         data = context.make_array(sums)(context, builder, value).data
         places = [builder.gep(data, [ir.Constant(ir.IntType(64), i)]) for i in range(count)]
+        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * len(operands) + ["~{memory}"]
         operands = [*map(builder.load, places), *operands]
         result = ir.LiteralStructType([ir.FloatType()] * count)
-        constraints = ["=f"] * count + [str(i) for i in range(count)] + constraints + ["~{memory}"]
         function = ir.FunctionType(result, [operand.type for operand in operands])
         values = builder.call(ir.InlineAsm(function, text, ",".join(constraints), side_effect=True), operands)
         for i, place in enumerate(places):
@@ -131,43 +146,65 @@ def make_wgmma(N: int):
     @intrinsic
     def wgmma(typing_context, sums, shared, at, more, a0, a1, a2, a3):
         def generate(context, builder, signature, args):
-            start = builder.gep(context.make_array(shared)(context, builder, args[1]).data, [args[2]])
-            start = builder.ptrtoint(builder.addrspacecast(start, ir.PointerType(start.type.pointee, 3)), ir.IntType(32))
             a = [builder.bitcast(x, ir.IntType(32)) for x in args[4:]]
-            return through_registers(context, builder, sums, args[0], multiply, [*a, start, args[3]], ["r"] * 6)
+            b = address(context, builder, shared, *args[1:3])
+            return through_registers(context, builder, sums, args[0], from_registers, [*a, b, args[3]])
 
         return types.none(sums, shared, types.int64, types.int32, *[types.float32] * 4), generate
 
     @intrinsic
+    def wgmma_shared(typing_context, sums, shared, at_a, at, more):
+        def generate(context, builder, signature, args):
+            a, b = (address(context, builder, shared, args[1], i) for i in args[2:4])
+            return through_registers(context, builder, sums, args[0], from_shared, [a, b, args[4]])
+
+        return types.none(sums, shared, types.int64, types.int64, types.int32), generate
+
+    @intrinsic
     def wgmma_finish(typing_context, sums):
         def generate(context, builder, signature, args):
-            return through_registers(context, builder, sums, args[0], "wgmma.wait_group.sync.aligned 0;", [], [])
+            return through_registers(context, builder, sums, args[0], "wgmma.wait_group.sync.aligned 0;", [])
 
         return types.none(sums), generate
 
-    return wgmma, wgmma_finish
+    return wgmma, wgmma_shared, wgmma_finish
 
 
 def simulated_wgmma(count: int):
-    def wgmma(sums, shared, at, more, a0, a1, a2, a3):
-        thread = int(cuda.threadIdx.x)
-        group = simulator.barrier(f"wgmma {thread // 128}", 128, (thread, a0, a1, a2, a3))
+    def rows_of_8(shared, at, rows):
+        """As wgmma reads them."""
+        tile = np.asarray(shared)[at - at % BK :][: rows * BK].reshape(rows, 8, 4)
+        chunks = (at % BK // 4 + np.arange(2))[None, :] ^ (np.arange(rows) % 8)[:, None]
+        return np.take_along_axis(tile, chunks[:, :, None], 1).reshape(rows, 8)
+
+    def held(group):
+        """What the lanes of a warp group hold of a."""
+        a = np.empty((64, 8), np.float32)
+        for thread, *values in list(group.values()):
+            w, g, t = thread // 32 % 4, thread % 32 // 4, thread % 4
+            a[16 * w + g, t], a[16 * w + g + 8, t], a[16 * w + g, t + 4], a[16 * w + g + 8, t + 4] = values
+        return a
+
+    def add_product(sums, group, thread, a, shared, at, more):
         if "product" not in group:
-            a = np.empty((64, 8), np.float32)
-            for thread_of, *values in list(group.values()):
-                w, g, t = thread_of // 32 % 4, thread_of % 32 // 4, thread_of % 4
-                a[16 * w + g, t], a[16 * w + g + 8, t], a[16 * w + g, t + 4], a[16 * w + g + 8, t + 4] = values
-            rows = np.asarray(shared)[at - at % BK :][: 2 * count * BK].reshape(2 * count, 8, 4)
-            chunks = (at % BK // 4 + np.arange(2))[None, :] ^ (np.arange(2 * count) % 8)[:, None]
-            b = np.take_along_axis(rows, chunks[:, :, None], 1).reshape(2 * count, 8)
-            cut = [np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000) for x in (a, b)]
+            cut = (x.view(np.uint32) & np.uint32(0xFFFFE000) for x in (a(), rows_of_8(shared, at, 2 * count)))
             a, b = (x.view(np.float32).astype(np.float64) for x in cut)
             group["product"] = (a @ b.T).astype(np.float32)
         w, g, t = thread // 32 % 4, thread % 32 // 4, thread % 4
         for i in range(count):
             sums[i] = (sums[i] if more else 0) + group["product"][16 * w + g + 8 * (i % 4 // 2), i // 4 * 8 + 2 * t + i % 2]
 
-    return wgmma, lambda sums: None
+    def wgmma(sums, shared, at, more, a0, a1, a2, a3):
+        thread = int(cuda.threadIdx.x)
+        group = simulator.barrier(f"wgmma {thread // 128}", 128, (thread, a0, a1, a2, a3))
+        add_product(sums, group, thread, lambda: held(group), shared, at, more)
+
+    def wgmma_shared(sums, shared, at_a, at, more):
+        thread = int(cuda.threadIdx.x)
+        group = simulator.barrier(f"wgmma {thread // 128}", 128)
+        add_product(sums, group, thread, lambda: rows_of_8(shared, at_a, 64), shared, at, more)
+
+    return wgmma, wgmma_shared, lambda sums: None
 
 
 @functools.cache
@@ -178,7 +215,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
     STAGE, SUMS, AHEAD = A_AT + tile.size_a(a_m_major), BN // 2, STAGES - 3
     ROWS = THREADS // 8  # of a K-major tile a pass
     STEPS = THREADS * 4 // BM  # of an M-major tile a pass
-    wgmma, wgmma_finish = make_wgmma(BN)
+    wgmma, _, wgmma_finish = make_wgmma(BN)
     WIDE = 2 if transposed else 1
     QUARTER, QUARTER2 = BN // 16, BN // 8
     load_bias, load_extra, store = epilogue_of(epilogue, 1 if transposed else 2, True)

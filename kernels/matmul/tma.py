@@ -1,0 +1,321 @@
+"""The engine of version 13: wgmma again, fed by a warp that does nothing else, through the tensor memory accelerator.
+
+    out (M,N) = a @ b, where a is (M,K) or, if a_m_major, (K,M) read as its transpose; and b.T is (N,K)
+
+A block is two warp groups that multiply and one warp, a single thread of it, that asks for tiles (kernels/tma.py). Between them is
+a ring of stages, each a step of K of both operands, with two barriers: `full` tells that a stage's bytes are there, `empty` that
+all warps have done with it. The producer runs ahead as far as the ring goes, across the borders between tiles of out. Nobody waits
+for the whole block.
+
+Two blocks are a cluster: they make tiles of out that lie one below the other, and so share b's tile. Each brings half of it and
+sends that to both: L2 has to deliver a third less. A stage is empty when the warps of both have done with it.
+
+The accelerator rounds to TF32 as it copies, so that wgmma may take both operands from shared memory and cut nothing off. If a is
+M-major it is read into registers: TF32 wgmma takes K-major tiles only.
+
+b's tile holds its even rows first, then its odd ones. The sums that a lane gets, columns 2 t and 2 t + 1 of 8, then are
+columns 4 t to 4 t + 3 of out: 16 bytes.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from kernels.device import (
+    SIMULATE,
+    big_shared,
+    ceil_div,
+    cuda,
+    float32,
+    int32,
+    keep_compiled,
+    multiprocessors,
+    need,
+    scratch,
+    uint64,
+)
+from kernels.matmul.engine import BK, STORE, add_splits, best_splits, epilogue_of, is_aligned
+from kernels.matmul.wgmma import make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait
+from kernels.tma import (
+    WORDS,
+    address,
+    cluster_rank,
+    cluster_sync,
+    copy_tile2,
+    copy_tile3,
+    fence_mbarrier_init,
+    give_registers,
+    in_clusters,
+    mbarrier_arrive,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    take_registers,
+    tensor_maps,
+)
+
+CLUSTER = 1 if SIMULATE else 2  # blocks
+DOWN = 16  # clusters, one below the other, that walk along N together, so that L2 serves them
+RING = 208 * 1024  # bytes of shared memory for the stages
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes that a kernel is compiled for."""
+
+    BN: int = 256  # columns: 128, 192 or 256
+    groups: int = 2  # warp groups, each with 64 rows
+
+    @property
+    def BM(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def stage(self) -> int:
+        """Floats of a step of both operands."""
+        return (self.BM + self.BN) * BK
+
+    @property
+    def stages(self) -> int:
+        return RING // (4 * self.stage)
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + 128
+
+
+@functools.cache
+def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
+    """transposed: out is (N,M), the transpose of what is computed."""
+    BM, BN, STAGE, STAGES, THREADS = tile.BM, tile.BN, tile.stage, tile.stages, tile.threads
+    A_AT, SUMS, BARRIERS, BYTES = BN * BK, BN // 2, 2 * STAGES, 4 * tile.stage
+    HALF, WARPS, ALL_RANKS = BN // 2, 4 * tile.groups, 2**CLUSTER - 1
+    wgmma, wgmma_shared, wgmma_finish = make_wgmma(BN)
+    QUARTER, BIAS, EXTRA_QUARTER = BN // 64, BN // 4, BN // 8
+    BELOW = 4 if a_m_major else 8  # rows between a lane's two
+    load_bias, load_extra, store = epilogue_of(epilogue, 1 if transposed else 4, True)
+
+    @cuda.jit(device=True)
+    def locate(item, M, N, K, share):
+        """Of this item of work: the first row and column of this block's tile, its first step of K, the end of its steps, and
+        which part of K that is."""
+        across, down = (N + int32(BN - 1)) // int32(BN), (M + int32(CLUSTER * BM - 1)) // int32(CLUSTER * BM)
+        part, place = item // (across * down), item % (across * down)
+        group, place = place // (int32(DOWN) * across), place % (int32(DOWN) * across)
+        height = min(down - group * int32(DOWN), int32(DOWN))
+        row = ((group * int32(DOWN) + place % height) * int32(CLUSTER) + cluster_rank()) * int32(BM)
+        start = part * share
+        end = min(start + share, (K + int32(2 * BK - 1)) // int32(2 * BK) * int32(2 * BK))
+        return row, place // height * int32(BN), start, end, part
+
+    @cuda.jit(device=True)
+    def produce(shared, barriers, maps, M, N, K, share, items):
+        """One thread brings all tiles of all items."""
+        stage, parity, rank = int32(0), int32(1), cluster_rank()
+        for item in range(int32(cuda.blockIdx.x) // int32(CLUSTER), items, int32(cuda.gridDim.x) // int32(CLUSTER)):
+            row, column, start, end, _ = locate(item, M, N, K, share)
+            for k in range(start, end, int32(BK)):
+                mbarrier_wait(barriers, STAGES + stage, parity)
+                mbarrier_expect(barriers, stage, BYTES)
+                at = stage * STAGE
+                for half in range(2 // CLUSTER):
+                    odd = rank + half
+                    copy_tile3(shared, at + odd * (HALF * BK), maps, WORDS, k, odd, column // 2, barriers, stage, ALL_RANKS)
+                if a_m_major:
+                    for i in range(0, BM, 32):
+                        copy_tile2(shared, at + A_AT + i * BK, maps, 0, row + i, k, barriers, stage)
+                else:
+                    copy_tile2(shared, at + A_AT, maps, 0, k, row, barriers, stage)
+                stage += 1
+                if stage == STAGES:
+                    stage, parity = int32(0), parity ^ 1
+
+    @cuda.jit(device=True)
+    def first_row():
+        """Of the lane's rows, in the block's tile."""
+        lane, warp = int32(cuda.threadIdx.x) & 31, int32(cuda.threadIdx.x) >> 5
+        if a_m_major:  # rows dealt so that the reads below do not meet in a bank
+            return (warp >> 1) * 32 + (warp & 1) * 8 + (lane >> 4) * 16 + (lane >> 2 & 3)
+        return warp * 16 + (lane >> 2)
+
+    @cuda.jit(device=True)
+    def read_a(fragment, shared, at):
+        """Of an M-major tile, 32 x 32 floats one after the other, this lane's elements of four products."""
+        t, row = int32(cuda.threadIdx.x) & 3, first_row()
+        at += (row >> 5) * (32 * BK) + t * BK + (row & 3)
+        for i in range(2):
+            for j in range(2):
+                start = uint64(at + 4 * j * BK + 4 * ((row >> 2 & 7) ^ t ^ (i + 4 * j)))  # unsigned: none is negative
+                for s in range(4):
+                    fragment[4 * s + 2 * j + i] = shared[start + uint64(8 * s * BK)]
+
+    @cuda.jit(device=True)
+    def multiply(sums, fragment, shared, stage, more):
+        """Start the four products of a step."""
+        at = stage * STAGE
+        if a_m_major:
+            read_a(fragment, shared, at + A_AT)
+            wgmma_fence()
+            wgmma(sums, shared, at, more, fragment[0], fragment[1], fragment[2], fragment[3])
+            for s in range(1, 4):
+                f = 4 * s
+                wgmma(sums, shared, at + 8 * s, 1, fragment[f], fragment[f + 1], fragment[f + 2], fragment[f + 3])
+        else:
+            at_a = at + A_AT + (int32(cuda.threadIdx.x) >> 7) * (64 * BK)
+            wgmma_fence()
+            wgmma_shared(sums, shared, at_a, at, more)
+            for s in range(1, 4):
+                wgmma_shared(sums, shared, at_a + 8 * s, at + 8 * s, 1)
+        wgmma_commit()
+
+    @cuda.jit(device=True)
+    def release(barriers, stage):
+        """This warp has done with a stage: it tells every block of the cluster."""
+        lane = int32(cuda.threadIdx.x) & 31
+        if lane < CLUSTER:
+            mbarrier_arrive(barriers, STAGES + stage, lane)
+
+    @cuda.jit(device=True)
+    def load_quarter(e, quarter, extra, row, column, part, M, N):
+        for j in range(QUARTER):
+            n = column + 16 * (quarter * QUARTER + j)
+            for i in range(2):
+                if transposed:
+                    for c in range(4):
+                        load_extra(e, 8 * j + 4 * i + c, extra, part * N + n + c, row + BELOW * i, (part + 1) * N, M)
+                else:
+                    load_extra(e, 8 * j + 4 * i, extra, part * M + row + BELOW * i, n, (part + 1) * M, N)
+
+    @cuda.jit(device=True)
+    def store_quarter(sums, quarter, out, b, e, extra, row, column, part, M, N):
+        """A quarter of the columns: loops short enough for the compiler to unroll, or the sums would leave their registers."""
+        for j in range(QUARTER):
+            q = quarter * QUARTER + j
+            n = column + 16 * q
+            for i in range(2):
+                s, f, k = 4 * q + 2 * i, 4 * q, 8 * j + 4 * i
+                x = sums[s], sums[s + HALF // 2], sums[s + 1], sums[s + HALF // 2 + 1]
+                if transposed:
+                    for c in range(4):
+                        store(out, extra, part * N + n + c, row + BELOW * i, (part + 1) * N, M, (x[c],), (x[c],), (e[k + c],))
+                else:
+                    store(
+                        out, extra, part * M + row + BELOW * i, n, (part + 1) * M, N,
+                        x, (b[f], b[f + 1], b[f + 2], b[f + 3]), (e[k], e[k + 1], e[k + 2], e[k + 3]),
+                    )  # fmt: skip
+
+    @cuda.jit(device=True)
+    def finish(sums, barriers, last, out, bias, extra, row, column, part, M, N):
+        """What is added to the sums comes while the last of them are under way, and then a quarter ahead."""
+        b = cuda.local.array(BIAS, float32)
+        e0 = cuda.local.array(EXTRA_QUARTER, float32)
+        e1 = cuda.local.array(EXTRA_QUARTER, float32)
+        row, column = row + first_row(), column + 4 * (int32(cuda.threadIdx.x) & 3)
+        if not transposed:
+            for j in range(4 * QUARTER):
+                load_bias(b, 4 * j, bias, column + 16 * j, N)
+        load_quarter(e0, 0, extra, row, column, part, M, N)
+        wgmma_finish(sums)
+        release(barriers, last)
+        load_quarter(e1, 1, extra, row, column, part, M, N)
+        store_quarter(sums, 0, out, b, e0, extra, row, column, part, M, N)
+        load_quarter(e0, 2, extra, row, column, part, M, N)
+        store_quarter(sums, 1, out, b, e1, extra, row, column, part, M, N)
+        load_quarter(e1, 3, extra, row, column, part, M, N)
+        store_quarter(sums, 2, out, b, e0, extra, row, column, part, M, N)
+        store_quarter(sums, 3, out, b, e1, extra, row, column, part, M, N)
+
+    @cuda.jit(device=True)
+    def consume(shared, barriers, out, bias, extra, M, N, K, share, items):
+        """A warp group makes its 64 rows of every tile of out."""
+        sums = cuda.local.array(SUMS, float32)
+        even = cuda.local.array(16, float32)  # fragments of a by turns: wgmma still reads the one while the other is loaded
+        odd = cuda.local.array(16, float32)
+        stage, parity, last = int32(0), int32(0), int32(0)
+        first, step = int32(cuda.blockIdx.x) // int32(CLUSTER), int32(cuda.gridDim.x) // int32(CLUSTER)
+        row, column, start, end, part = locate(first, M, N, K, share)
+        for item in range(first, items, step):
+            for k in range(start, end, int32(2 * BK)):
+                mbarrier_wait(barriers, stage, parity)
+                multiply(sums, even, shared, stage, int32(k > start))
+                wgmma_wait(1)
+                if k > start:
+                    release(barriers, last)
+                last = stage
+                stage += 1
+                if stage == STAGES:
+                    stage, parity = int32(0), parity ^ 1
+                mbarrier_wait(barriers, stage, parity)
+                multiply(sums, odd, shared, stage, 1)
+                wgmma_wait(1)
+                release(barriers, last)
+                last = stage
+                stage += 1
+                if stage == STAGES:
+                    stage, parity = int32(0), parity ^ 1
+            row_now, column_now, part_now = row, column, part
+            row, column, start, end, part = locate(item + step, M, N, K, share)  # while the last products are under way
+            finish(sums, barriers, last, out, bias, extra, row_now, column_now, part_now, M, N)
+
+    @cuda.jit(fastmath=True, launch_bounds=(THREADS, 1))
+    def matmul_tma_kernel(out, maps, bias, extra, M, N, K, share, items):
+        """out (M,N), or (N,M) if transposed, one below the other for each part of K. maps: the tensor maps of a and b. An item of
+        work is a tile of out for each block of a cluster, and `share` steps of K, an even number of times BK."""
+        in_clusters(CLUSTER)
+        shared = cuda.shared.array(0, float32, alignment=1024)
+        barriers = cuda.shared.array(BARRIERS, uint64)
+        thread = int32(cuda.threadIdx.x)
+        if thread == 0:
+            for stage in range(STAGES):
+                mbarrier_init(barriers, stage, 1)
+                mbarrier_init(barriers, STAGES + stage, CLUSTER * WARPS)
+            fence_mbarrier_init()
+        cluster_sync()
+        if thread < 32 * WARPS:
+            take_registers(224)
+            consume(shared, barriers, out, bias, extra, M, N, K, share, items)
+        else:
+            give_registers(56)
+            if thread == 32 * WARPS:
+                produce(shared, barriers, maps, M, N, K, share, items)
+        cuda.syncwarp()
+        cluster_sync()  # no block leaves while the other may still send to it
+
+    return keep_compiled(matmul_tma_kernel, tile, a_m_major, epilogue, transposed)
+
+
+def choose(M: int, N: int, K: int) -> tuple[Tile, int]:
+    """The tile, and into how many parts to split K."""
+    rates = {256: 2.6e12, 192: 2.4e12, 128: 2.0e12}  # FLOPs a second of a multiprocessor
+    rows = ceil_div(M, 256) * 256
+    timed = {BN: best_splits(rows, N, K, 128, BN, rate) for BN, rate in rates.items()}
+    BN = min(timed, key=timed.get)
+    return Tile(BN), timed[BN][1]
+
+
+def multiply(
+    out, a, b, *, a_m_major=False, transposed=False, epilogue=STORE, bias=None, extra=None, tile=None, splits=None, stream=0
+):  # fmt: skip
+    """out (M,N), or (N,M) if transposed, = epilogue(a @ b): a is (M,K), or (K,M) if a_m_major; b.T is (N,K). bias: (N,), not if
+    transposed; extra: like out, what the epilogue reads or writes. Raises ShapeError unless M, N, K are multiples of 4."""
+    M, K = a.shape[::-1] if a_m_major else a.shape
+    N = b.shape[0]
+    bias, extra = out if bias is None else bias, out if extra is None else extra
+    need(is_aligned(out, a, b, extra, bias) and N % 4 == 0, "needs channels in multiples of 4, in arrays aligned to 16 bytes")
+    chosen, parts = choose(M, N, K)
+    tile, splits = tile or chosen, splits or parts
+    share = ceil_div(ceil_div(K, splits), 2 * BK) * 2 * BK
+    splits = ceil_div(K, share)
+    rows, columns = out.shape
+    target, how = (out, epilogue) if splits == 1 else (scratch("matmul parts", (splits * rows, columns)), STORE)
+    maps = tensor_maps(
+        (address(a), a.shape[::-1], (a.shape[1],), (32, 32 if a_m_major else tile.BM), True),
+        (address(b), (K, 2, N // 2), (K, 2 * K), (BK, 1, tile.BN // 2), True),
+    )
+    items = ceil_div(M, CLUSTER * tile.BM) * ceil_div(N, tile.BN) * splits
+    blocks = min(items, multiprocessors() // CLUSTER) * CLUSTER
+    launch = big_shared(kernel(tile, a_m_major, how, transposed), blocks, tile.threads, stream, 4 * tile.stages * tile.stage)
+    launch(target, maps, bias, extra, int32(M), int32(N), int32(K), int32(share), int32(items))
+    if splits > 1:
+        grid = ceil_div(rows * columns // 4, 256)
+        add = add_splits(epilogue, True)
+        add[grid, 256, stream](out, target, bias, extra, int32(rows), int32(columns), int32(splits))
