@@ -5,6 +5,7 @@ A page says where a table goes; nobody types a number:
     <!-- table: layernorm_forward -->       the ladder at the op's shape
     <!-- table: layernorm_forward 2 3 -->   these two of its versions
     <!-- table: matmul_forward best -->     every shape that was timed, the best version beside version 0
+    <!-- table: large -->                   the best version of each op on arrays of a gigabyte
     <!-- table: steps -->                   the training step, ours and others
     <!-- table: profile -->                 where the time of a step goes
     <!-- table: losses -->                  how far our losses are from PyTorch's
@@ -62,10 +63,7 @@ def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
             gain = f"{first / other['us']:.1f}x" if first else ""
             lines.append(f"| | {other['name']} | {other['us']:,.1f} | | | {gain} |")
     sizes = ", ".join(f"{name} = {size}" for name, size in shape.items())
-    flush = "flushed between runs"
-    if any(row.get("flush") == "written" for row in rows):
-        flush += " by writing, whose write-back falls into the run (up to 14 us)"
-    return [*lines, "", f"{results['card']}, {sizes}; L2 {flush}; medians. [Raw numbers]({raw(results)})"]
+    return [*lines, "", f"{results['card']}, {sizes}; L2 flushed between runs; medians. [Raw numbers]({raw(results)})"]
 
 
 def best_table(results: dict, op: str) -> list[str]:
@@ -85,6 +83,21 @@ def best_table(results: dict, op: str) -> list[str]:
         rate = f"{best['tflops']:.1f}" if best["tflops"] else ""
         lines.append(f"| {sizes} | {theirs} | {best['version']} | {best['us']:,.1f} | {rate} | {against} |")
     return [*lines, "", f"{results['card']}. [Raw numbers]({raw(results)})"]
+
+
+def large_table(results: dict) -> list[str]:
+    from kernels.op import load_all
+
+    lines = ["| op | shape | version | us | GB/s | of the copy bandwidth |", "|---|---|--:|--:|--:|--:|"]
+    for op in load_all().values():
+        for shape in op.large:
+            rows = [row for row in results["rows"] if row["op"] == op.name and row["shape"] == shape and row["us"]]
+            if rows and not op.flops:
+                best = min(rows, key=lambda row: row["us"])
+                sizes = ", ".join(f"{name}={size}" for name, size in shape.items())
+                rates = f"{best['us']:,.1f} | {best['gbps']:,.0f} | {best['of_roofline']:.0%}"
+                lines.append(f"| {op.name} | {sizes} | {best['version']} | {rates} |")
+    return [*lines, "", f"{results['card']}; medians. [Raw numbers]({raw(results)})"]
 
 
 def steps_table(results: dict) -> list[str]:
@@ -191,7 +204,7 @@ def fill(page: Path, results: dict) -> str:
     def table(match: re.Match) -> str:
         what = match["what"].split()
         whole = {
-            "steps": steps_table, "profile": profile_table, "losses": losses_table, "card": card_table,
+            "large": large_table, "steps": steps_table, "profile": profile_table, "losses": losses_table, "card": card_table,
             "batches": batches_table, "starts": starts_table, "cpu": cpu_table,
         }  # fmt: skip
         if what[0] in whole:

@@ -6,7 +6,7 @@ version 3: positions sorted by token, a block for each run of the same token: no
 version 4: 16-byte loads and stores
 version 5: a radix sort that one block does while the others add up dwpe, and long runs shared out among blocks
 version 6: atomics again, of 16 bytes, for dwte alone: everything in one kernel, and dout is read once
-version 7: sorted by counting, which all blocks do together, in registers; a list of the long runs, which is mostly empty
+version 7: sorted by counting, which many blocks do together, with the keys that they count for in registers
 """
 
 import numpy as np
@@ -465,7 +465,10 @@ def encoder_backward_kernel6(dwte, dwpe, dout, inp):
 
 
 @encoder_backward.version(
-    6, "16-byte atomics for dwte alone, one kernel (their order decides the last bits)", repeatable=False, needs_cc=(9, 0)
+    6,
+    "16-byte atomics for dwte alone, one kernel (their order decides the last bits)",
+    repeatable=False,
+    needs_cc=(9, 0),
 )
 def encoder_backward6(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
     """As version 3, with C a multiple of 4."""
@@ -543,7 +546,7 @@ def count_and_dwpe_kernel(order, runs, dwpe, dout, tokens, b, sequences, countin
             store4(dwpe, i, *add4(load4(dwpe, i), total))
 
 
-@encoder_backward.version(7, "sorted by counting, by all blocks together", needs_cc=(8, 0))
+@encoder_backward.version(7, "sorted by counting, by many blocks together", needs_cc=(8, 0))
 def encoder_backward7(dwte, dwpe, dout, inp, *, positions=POSITIONS, stream=0):
     """As version 5."""
     B, T, C = dout.shape

@@ -5,10 +5,7 @@ version 2: the whole card: every warp adds its sum to the result atomically
 version 3: 16-byte loads, and an atomic addition a block
 version 4: four independent 16-byte loads in flight a thread
 version 5: no atomics: blocks write the sums of fixed tiles, a second kernel adds these in order: the same bits every time
-version 6: one kernel of blocks that stay: few sums, which the block that is done last adds up in order
 """
-
-import functools
 
 import numpy as np
 
@@ -19,11 +16,9 @@ from kernels.device import (
     cuda,
     float32,
     float64,
-    int32,
     load4,
     multiprocessors,
     scratch,
-    to_device,
 )  # fmt: skip
 from kernels.op import Op
 from kernels.reduce import block_sum, warp_sum
@@ -187,37 +182,3 @@ def global_norm_squared5(out, inp, *, block_size=512, stream=0):
     sums = scratch("global_norm_squared5", ceil_div(inp.size, TILE))
     tile_sums_kernel[sums.size, block_size, stream](sums, inp, TILE)
     sum_in_order_kernel[1, 1024, stream](out, sums)
-
-
-BLOCKS = 264  # two for each multiprocessor of an H200; the same number everywhere, so that every card has the same bits
-
-
-@cuda.jit(cache=True, fastmath=True, launch_bounds=(1024, 2))
-def global_norm_squared_kernel6(out, sums, finished, inp):
-    thread, blocks, step = cuda.threadIdx.x, cuda.gridDim.x, 4 * cuda.blockDim.x
-    start = 4 * step * cuda.blockIdx.x + 4 * thread
-    total = block_sum(sum_of_squares(inp, start, step, 4 * step * blocks, inp.size))
-    last = int32(0)
-    if thread == 0:
-        sums[cuda.blockIdx.x] = total
-        cuda.threadfence()  # who sees the count that follows sees the block's sum
-        last = int32(cuda.atomic.inc(finished, 0, blocks - 1) == blocks - 1)  # then it starts again at 0
-        cuda.threadfence()  # and here sees the sums of all blocks before
-    if cuda.syncthreads_or(last):
-        total = block_sum(sums[thread] if thread < blocks else float32(0))
-        if thread == 0:
-            out[0] = total
-
-
-@functools.cache
-def counter():
-    """Starts at 0; the kernel above leaves it so."""
-    return to_device(np.zeros(1, np.uint32))
-
-
-@global_norm_squared.version(6, "one kernel of blocks that stay: the last one adds up in order: repeatable")
-def global_norm_squared6(out, inp, *, stream=0):
-    """out: float32 (1,); inp: float32 (N,), 16-byte aligned, on the device."""
-    blocks = min(BLOCKS, ceil_div(inp.size, 16 * 1024))
-    sums = scratch("global_norm_squared6", BLOCKS)
-    global_norm_squared_kernel6[blocks, 1024, stream](out, sums, counter(), inp)

@@ -163,7 +163,7 @@ def matmul_backward_bias5(dbias, dout, *, block_size=256, stream=0):
     matmul_backward_bias_kernel3[strips, block_size, stream](dbias, partials)
 
 
-WARPS6 = 16  # a block's
+WARPS6 = 8  # a block's
 STRIP6 = 4 * WARP  # columns, 512 bytes of a row: a warp reads them in one load
 FLIGHT = 8  # rows, of which each thread has its 16 bytes on the way
 
@@ -211,14 +211,14 @@ def strip_sum4(dout, first, end, OC):
 def make_matmul_backward_bias_kernels6(OC):
     """The kernels for rows of OC columns, a number that the compiler knows."""
 
-    @cuda.jit(cache=True, fastmath=True, launch_bounds=(WARP * WARPS6, 2))
+    @cuda.jit(cache=True, fastmath=True, launch_bounds=(WARP * WARPS6, 4))
     def matmul_backward_bias_kernel6(partials, dout, rows):
         column, first = cuda.blockIdx.x * STRIP6 + cuda.threadIdx.x, cuda.blockIdx.y * rows
         total = strip_sum4(dout, first, min(first + rows, dout.shape[0]), OC)
         if cuda.threadIdx.x < STRIP6 and column < OC:
             partials[cuda.blockIdx.y, column] = total
 
-    @cuda.jit(cache=True, fastmath=True, launch_bounds=(WARP * WARPS6, 2))
+    @cuda.jit(cache=True, fastmath=True, launch_bounds=(WARP * WARPS6, 4))
     def finish_kernel6(dbias, partials):
         column = cuda.blockIdx.x * STRIP6 + cuda.threadIdx.x
         total = strip_sum4(partials, 0, partials.shape[0], OC)
@@ -229,9 +229,9 @@ def make_matmul_backward_bias_kernels6(OC):
 
 
 def split6(N: int, OC: int) -> tuple[int, int, int]:
-    """Strips of columns, chunks of rows, and the rows of a chunk, in whole rounds: up to three blocks a multiprocessor."""
-    strips, rounds = ceil_div(OC, STRIP6), ceil_div(N, WARPS6 * FLIGHT)
-    rows = WARPS6 * FLIGHT * ceil_div(rounds * strips, 3 * multiprocessors())
+    """Strips of columns, chunks of rows, and the rows of a chunk: some twelve blocks a multiprocessor."""
+    strips = ceil_div(OC, STRIP6)
+    rows = rows_a_block(N, strips, WARPS6 * FLIGHT, 12 * multiprocessors())
     return strips, ceil_div(N, rows), rows
 
 
@@ -251,7 +251,7 @@ def matmul_backward_bias6(dbias, dout, *, stream=0):
 
 @functools.cache
 def make_matmul_backward_bias_kernel7(OC):
-    @cuda.jit(cache=True, fastmath=True, launch_bounds=(WARP * WARPS6, 2))
+    @cuda.jit(cache=True, fastmath=True, launch_bounds=(WARP * WARPS6, 4))
     def matmul_backward_bias_kernel7(dbias, partials, finished, dout, rows):
         thread, strip, chunk, chunks = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y, cuda.gridDim.y
         column, first = strip * STRIP6 + thread, chunk * rows
