@@ -7,6 +7,7 @@ A page says where a table goes; nobody types a number:
     <!-- table: matmul_forward best -->     every shape that was timed, the best version beside version 0
     <!-- table: large -->                   the best version of each op on arrays of a gigabyte
     <!-- table: steps -->                   the training step, ours and others
+    <!-- table: without -->                 the step without the one or other idea
     <!-- table: profile -->                 where the time of a step goes
     <!-- table: losses -->                  how far our losses are from PyTorch's
     <!-- table: batches -->                 the step and its memory by batch size
@@ -113,8 +114,18 @@ def steps_table(results: dict) -> list[str]:
     note = f"Measured apart, on another card of the kind: {', '.join(apart)}. " if apart else ""
     packages = results["packages"]
     with_ = f"{results['card']}, numba-cuda {packages['numba-cuda']}, torch {packages['torch']}"
-    said = f"{with_}; fp32 storage, TF32 products unless said. {note}Ours is {ours:.2f} ms. [Raw numbers]({raw(results)})"
+    others = [ours, *results.get("steps of other cards", [])]
+    spread = f" ({min(others):.1f} to {max(others):.1f} on {len(others)} cards of the kind)" if others[1:] else ""
+    said = f"{with_}; fp32 storage, TF32 products unless said. {note}Ours is {ours:.2f} ms{spread}. [Raw numbers]({raw(results)})"
     return [*lines, "", said]
+
+
+def without_table(results: dict) -> list[str]:
+    found = {name: ms for name, ms in results.get("without", {}).items() if name != "commit"}
+    if not found:
+        return ["*The step without its ideas has not been measured yet.*"]
+    lines = ["| the step | ms |", "|---|--:|"]
+    return [*lines, *(f"| {name} | {ms:.1f} |" for name, ms in sorted(found.items(), key=lambda item: item[1]))]
 
 
 def losses_table(results: dict) -> list[str]:
@@ -147,6 +158,10 @@ def cpu_table(results: dict) -> list[str]:
     return [*lines, "", f"{said} [Raw numbers]({results['prefix']}benchmarks/CPU.json)"]
 
 
+def _measured(value: float | None, unit: str) -> str:
+    return "not measured" if value is None else f"{value:.1f} {unit}"
+
+
 def starts_table(results: dict) -> list[str]:
     found = results.get("trainer")
     if not found:
@@ -155,9 +170,9 @@ def starts_table(results: dict) -> list[str]:
     return [
         "| | |",
         "|---|--:|",
-        f"| from the command to the end of the first step, nothing compiled | {found['starts']['cold']:.1f} s |",
-        f"| the same, everything compiled | {found['starts']['warm']:.1f} s |",
-        f"| a step beyond its graph: the host's share | {found['host ms']:.2f} ms |",
+        f"| from the command to the end of the first step, nothing compiled | {_measured(found['starts'].get('cold'), 's')} |",
+        f"| the same, everything compiled | {_measured(found['starts'].get('warm'), 's')} |",
+        f"| a step beyond its graph: the host's share | {_measured(found.get('host ms'), 'ms')} |",
         f"| losses of an epoch of {found['steps of an epoch']} steps, run twice | {same} |",
     ]
 
@@ -204,7 +219,7 @@ def fill(page: Path, results: dict) -> str:
     def table(match: re.Match) -> str:
         what = match["what"].split()
         whole = {
-            "large": large_table, "steps": steps_table, "profile": profile_table, "losses": losses_table, "card": card_table,
+            "large": large_table, "steps": steps_table, "without": without_table, "profile": profile_table, "losses": losses_table, "card": card_table,
             "batches": batches_table, "starts": starts_table, "cpu": cpu_table,
         }  # fmt: skip
         if what[0] in whole:

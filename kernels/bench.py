@@ -82,31 +82,36 @@ def _short(row) -> str:
 # ---- the training step ----
 
 
+STEPS = {"llm.numba": {}, "llm.numba, no TF32 (-f 0)": {"tf32": False}}
+WITHOUT = {  # what each idea brings: the step without it
+    "as it is": {},
+    "nothing aside": {"overlap": False},
+    "weight gradients without a transpose": {"kernels": {"matmul_backward_weight": 0}},
+    "neither": {"overlap": False, "kernels": {"matmul_backward_weight": 0}},
+    "GELU in cuBLASLt's epilogues": {"kernels": {"matmul_gelu_forward": 0, "matmul_gelu_backward_input": 0}},
+    "fused ops replaced (--fused 0)": {"fused": False},
+    "no graphs (--graph 0)": {"graph": False},
+}
+
+
 def measure_steps(prefix: str, results: dict, steps: int = 40) -> None:
     """Wall-clock milliseconds a step, the loss read back at each, as the trainer prints them: the median after warm-up."""
-    found = results.setdefault("steps", {})
-    for name, options in {
-        "llm.numba": {},
-        "llm.numba, nothing aside": {"overlap": False},
-        "llm.numba, weight gradients without a transpose": {"kernels": {"matmul_backward_weight": 0}},
-        "llm.numba, GELU in cuBLASLt's epilogues": {"kernels": {"matmul_gelu_forward": 0, "matmul_gelu_backward_input": 0}},
-        "llm.numba, fused ops replaced (--fused 0)": {"fused": False},
-        "llm.numba, no TF32 (-f 0)": {"tf32": False},
-        "llm.numba, no graphs (--graph 0)": {"graph": False},
-    }.items():
-        model = GPT2.random("d12", "cuda", report=lambda line: None, **options)
-        loader = DataLoader(f"{prefix}_train.bin", B, T)
-        numbers = itertools.count(1)
-        found[name] = _median_ms(lambda: model.train_step(*loader.next_batch(), 3e-4, next(numbers)), steps)  # noqa: B023
-        print(f"{name}: {found[name]:.2f} ms", flush=True)
-        if not options:
-            profiled = profile_step(model, *loader.next_batch(), 3e-4, next(numbers))
-            results["profile"] = [
-                {"op": op, "version": version, **{k: getattr(spent, k) for k in ("calls", "ms", "nbytes", "flops")}}
-                for op, version, spent in profiled.table()
-            ]
-        model.close()
-        save(results)
+    found, without = results.setdefault("steps", {}), results.setdefault("without", {})
+    for table, measured in ((STEPS, found), (WITHOUT, without)):
+        for name, options in table.items():
+            model = GPT2.random("d12", "cuda", report=lambda line: None, **options)
+            loader, numbers = DataLoader(f"{prefix}_train.bin", B, T), itertools.count(1)
+            measured[name] = _median_ms(lambda: model.train_step(*loader.next_batch(), 3e-4, next(numbers)), steps)  # noqa: B023
+            print(f"{name}: {measured[name]:.2f} ms", flush=True)
+            if name == "llm.numba":
+                profiled = profile_step(model, *loader.next_batch(), 3e-4, next(numbers))
+                results["profile"] = [
+                    {"op": op, "version": version, **{k: getattr(spent, k) for k in ("calls", "ms", "nbytes", "flops")}}
+                    for op, version, spent in profiled.table()
+                ]
+            model.close()
+            save(results)
+    without["commit"] = commit()
     try:
         import torch
     except ImportError:
@@ -257,7 +262,7 @@ def _host_ms(prefix: str, steps: int = 40) -> float:
         graph.launch(stream)
         step()
 
-    _median_ms(step, 0)
+    _median_ms(step, 1)
     (graph,), stream = model.backend.graphs.values(), model.backend.core_streams[0]
     pairs = [(_median_ms(step, 1), _median_ms(step_and_graph, 1)) for _ in range(steps // 5)]  # by turns: the clock changes
     model.close()
