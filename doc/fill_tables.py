@@ -219,8 +219,8 @@ def fill(page: Path, results: dict) -> str:
     def table(match: re.Match) -> str:
         what = match["what"].split()
         whole = {
-            "large": large_table, "steps": steps_table, "without": without_table, "profile": profile_table, "losses": losses_table, "card": card_table,
-            "batches": batches_table, "starts": starts_table, "cpu": cpu_table,
+            "large": large_table, "steps": steps_table, "without": without_table, "profile": profile_table,
+            "losses": losses_table, "card": card_table, "batches": batches_table, "starts": starts_table, "cpu": cpu_table,
         }  # fmt: skip
         if what[0] in whole:
             lines = whole[what[0]](results)
