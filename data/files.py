@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +97,12 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
             temporary.unlink()
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Gives path this content, all at once. Raises DataError."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
 def read_tokens(path: str | Path) -> np.ndarray:
     """Returns the file's tokens, uint16 (count,), mapped into memory and read-only. Raises DataError."""
     count = int(TOKENS.read_header(path)[2])
@@ -157,7 +162,7 @@ def heed_ctrl_c() -> None:
 
     def unraisable(what) -> None:
         if what.exc_type is KeyboardInterrupt:
-            threading.Timer(0.01, interrupt_main).start()
+            threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         else:
             sys.__unraisablehook__(what)
 
