@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from data.files import end_by_ctrl_c, heed_ctrl_c
+from data.files import DataError, end_by_ctrl_c, heed_ctrl_c, write_text
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 YOURS = 999  # the number under which a learner's launcher joins the ladder
@@ -80,11 +80,14 @@ def answer(asked: argparse.Namespace, ops: list) -> None:
 def keep(flag: str, file: str, write: Callable[[], object]) -> None:
     try:
         write()
-    except OSError as error:
-        stop(f"{flag} {file}: it cannot be written ({error.strerror}): name another file")
+    except (OSError, DataError) as error:
+        reason = error.__cause__ or error
+        stop(f"{flag} {file}: it cannot be written ({getattr(reason, 'strerror', None) or reason}): name another file")
 
 
 def parse(layer: str, ops: list, arguments: list[str] | None) -> argparse.Namespace:
+    from kernels.target import TARGET
+
     parser = Parser(prog=f"kernels/{layer}/run.py", description=f"Check and time the versions of {layer}.")
     parser.add_argument("--version", default="all", metavar="N", help="a version's number, or all (the default)")
     passes = list(dict.fromkeys([op.pass_ for op in ops] + [op.name for op in ops]))
@@ -121,6 +124,8 @@ def parse(layer: str, ops: list, arguments: list[str] | None) -> argparse.Namesp
         stop(f"--version {asked.version}: use a number, or all")
     if asked.plot and Path(asked.plot).suffix not in (".svg", ".png"):
         stop(f"--plot {asked.plot}: name a .svg or a .png file")
+    if asked.plot and TARGET != "gpu":
+        stop(f"--plot {asked.plot}: it draws times, and those take a GPU, which is not here: leave it out")
     return asked
 
 
@@ -264,7 +269,7 @@ def write_template(op, file: str) -> None:
     if Path(file).exists():
         stop(f"{file} is there already: name another file")
     source = standing_alone(op.versions[min(n for n in op.versions if n)])
-    keep("--template", file, lambda: Path(file).write_text(source))
+    keep("--template", file, lambda: write_text(file, source))
     print(f"wrote {file}: change it, then run with --file {file}")
 
 

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
 
+from data.files import write_text
 from kernels.check import Problem, check, is_right
 from kernels.device import SIMULATE, TARGET, ShapeError, card_name, cuda, multiprocessors
 from kernels.op import Op, Version
@@ -218,4 +219,4 @@ def write_json(file: str | Path, rows: list[Row], **more) -> None:
     if TARGET == "gpu":
         facts["roofline"] = roofline()
     Path(file).parent.mkdir(parents=True, exist_ok=True)
-    Path(file).write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    write_text(file, json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

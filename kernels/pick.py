@@ -14,6 +14,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from data.files import write_text
+
 FILE = Path(__file__).parent / "picked.toml"
 SAME_BITS_RATIO, SAME_BITS_US = 1.05, 50.0  # what they may cost
 
@@ -35,7 +37,7 @@ def write_picks(tables: dict[str, dict[str, int]]) -> None:
     lines = ["# Written by kernels/pick.py: the version of every op that model.py uses, by card.\n"]
     for name, picks in tables.items():
         lines += [f'\n["{name}"]\n'] + [f"{op} = {number}\n" for op, number in sorted(picks.items())]
-    FILE.write_text("".join(lines))
+    write_text(FILE, "".join(lines))
 
 
 def choose(times: dict[int, float], repeatable: set[int]) -> int:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kernels import harness, pick
+from kernels import harness, ladder, pick
 from kernels.device import TARGET
 from kernels.ladder import Row
 from kernels.op import OPS, Picked, load_all, of_layer
 
 ROOT = Path(__file__).parent.parent
+without_a_gpu = pytest.mark.skipif(TARGET == "gpu", reason="there is a GPU")
 simulator_only = pytest.mark.skipif(TARGET != "simulator", reason="run with LLM_NUMBA_TARGET=simulator")
 
 
@@ -73,6 +74,7 @@ def test_list_names_every_version(capsys):
         (["--pass", "sideways"], "invalid choice: 'sideways'"),
         (["--file", "nowhere.py"], "nowhere.py: no such file; --template nowhere.py writes one to start from"),
         (["--plot", "ladder.docx"], "--plot ladder.docx: name a .svg or a .png file"),
+        pytest.param(["--plot", "ladder.svg"], "--plot ladder.svg: it draws times, and those take a GPU", marks=without_a_gpu),
         (["--version", "²"], "--version ²: use a number, or all"),
         (["--seed", "-1"], "--seed -1: a seed is 0 or more"),
         (["--template", "no/folder.py"], "--template no/folder.py: it cannot be written (No such file or directory)"),
@@ -152,7 +154,33 @@ def test_ctrl_c_ends_it_in_one_line(capsys, tmp_path, monkeypatch):
 def test_a_result_that_cannot_be_kept_is_said_after_the_table(capsys, tmp_path):
     code, output, errors = run(capsys, "--pass", "forward", "--version", "1", "--json", str(tmp_path))
     assert code == 1 and "a thread an element" in output
-    assert f"--json {tmp_path}: it cannot be written (Is a directory): name another file" in errors
+    assert f"--json {tmp_path}: it cannot be written (it is no regular file): name another file" in errors
+
+
+def write_bench(file):
+    from kernels import bench
+
+    bench.write(file, {"rows": []})
+
+
+WRITERS = {
+    "run.py --json": lambda file: ladder.write_json(file, []),
+    "run.py --template": lambda file: harness.write_template(load_all()["gelu_forward"], file),
+    "pick.py": lambda file: pick.write_picks({"default": {"gelu_forward": 2}}),
+    "bench.py": write_bench,
+}
+
+
+@pytest.mark.parametrize("who", WRITERS)
+def test_a_kill_at_any_time_leaves_the_old_file_or_the_new_one(who, tmp_path, monkeypatch):
+    file, seen = tmp_path / "kept", []
+    monkeypatch.setattr(pick, "FILE", file)
+    if who != "run.py --template":  # that one refuses a file that is there
+        file.write_text("old")
+    monkeypatch.setattr(os, "fsync", lambda _: seen.append(file.exists() and file.read_text()))  # all is written, elsewhere
+    WRITERS[who](file)
+    assert seen == ["old" if who != "run.py --template" else False]
+    assert len(file.read_text()) > 10 and list(tmp_path.iterdir()) == [file]
 
 
 @simulator_only
