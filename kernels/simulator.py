@@ -2,8 +2,10 @@
 
 It runs the same kernels in plain Python: blocks one after the other, the threads of a block by turns, each in a greenlet,
 so that nothing ever runs beside anything else. A thread runs until it must wait for others: at a warp collective
-(shuffle, vote, syncwarp) or at a barrier. Every other block starts with its last thread. Warps are never in lockstep, as on
-every GPU since Volta: what a warp must agree on has to be said with a `_sync`.
+(shuffle, vote, syncwarp) or at a barrier. Warps are never in lockstep, as on every GPU since Volta: what a warp must agree
+on has to be said with a `_sync`. And a GPU promises nothing about who comes first, so the blocks of a grid take four
+schedules by turns, for a missing barrier to show in one of them: a warp runs ahead of all others as far as it can, or the
+warps keep abreast; and the block's first thread starts, or its last. (See SCHEDULES.)
 
 Where a GPU hangs, crashes or computes nonsense, a SimulatorError names kernel, source line, block and thread:
 an index out of bounds (negative ones too, which Numba takes from the end), a mask without the caller, a warp whose lanes
@@ -337,6 +339,11 @@ def _threads_of_a_block(x, y, z) -> tuple[list, list]:
     return threads, warps
 
 
+# (ahead, backwards). Ahead: those who have what they waited for go on before all who have had it for longer, so that one warp
+# runs into the next barrier, through code where the others have not been. Else they go on after them: warps keep abreast.
+SCHEDULES = [(True, False), (False, True), (False, False), (True, True)]
+
+
 class Launch:
     """A kernel on its way through the grid, one block at a time."""
 
@@ -349,7 +356,7 @@ class Launch:
         if self.idle and self.idle[0].parent is not self.hub:
             self.idle.clear()  # those of another operating system thread
         self.failure = None  # (thread, exception)
-        self.backwards = False  # every other block, so that a missing barrier shows whichever way its threads read
+        self.schedules = itertools.cycle(SCHEDULES)  # one for each block
         self.dynamic_bytes = dynamic_bytes
         self.threads, self.warps = _threads_of_a_block(block.x, block.y, block.z)
 
@@ -359,10 +366,8 @@ class Launch:
         self.state = {}  # what intrinsics keep for the block
         self.barriers = {}  # barrier -> {thread: value} of the threads that have arrived
         self.ready = deque()  # threads that have what they waited for
-        self.fresh = deque(self.threads)  # threads that have not started
-        if self.backwards:
-            self.fresh.reverse()
-        self.backwards = not self.backwards
+        self.ahead, backwards = next(self.schedules)
+        self.fresh = deque(reversed(self.threads) if backwards else self.threads)  # threads that have not started
         for warp in self.warps:
             warp.live = (1 << len(warp.threads)) - 1
             warp.waiting = {}
@@ -374,6 +379,13 @@ class Launch:
             error = self.explain(*self.failure)
             self.abandon()
             raise error
+
+    def resume(self, threads: list):
+        """These have what they waited for."""
+        if self.ahead:
+            self.ready.extendleft(reversed(threads))
+        else:
+            self.ready.extend(threads)
 
     def abandon(self):
         """Unwind the greenlets of threads that wait."""
@@ -388,7 +400,7 @@ class Launch:
         for key, values in list(warp.waiting.items()):
             if len(values) == (key[1] & warp.live).bit_count():
                 del warp.waiting[key]
-                self.ready.extend(warp.threads[lane] for lane in values)
+                self.resume([warp.threads[lane] for lane in values])
 
     def deadlock(self):
         """Nobody can go on. The one to blame: a lane whose warp does not come, else a thread at a barrier."""
@@ -528,7 +540,7 @@ def exchange(operation: str, mask: int, value) -> dict:
     if len(values) == (mask & warp.live).bit_count():
         del waiting[key]
         threads = warp.threads
-        _launch.ready.extend([threads[other] for other in values if other != lane])
+        _launch.resume([threads[other] for other in values if other != lane])
     else:
         _wait(thread, "warp", operation, mask)
     return values
@@ -545,7 +557,7 @@ def barrier(name: str, count: int, value=None) -> dict:
     arrived[thread] = value
     if len(arrived) == count:
         del barriers[key]
-        _launch.ready.extend([other for other in arrived if other is not thread])
+        _launch.resume([other for other in arrived if other is not thread])
     else:
         _wait(thread, "barrier", name, count)
     return arrived
@@ -557,7 +569,7 @@ def sleep(operation: str) -> None:
 
 
 def wake(threads) -> None:
-    _launch.ready.extend(threads)
+    _launch.resume(threads)
 
 
 def running() -> Thread:

@@ -15,6 +15,7 @@ import pytest
 from kernels.device import FULL_MASK, SIMULATE, TARGET, cuda, float32, float64, int32, to_device, to_host
 
 if SIMULATE:
+    from kernels import reduce
     from kernels.simulator import POISON, SimulatorError
 
 fact = pytest.mark.gpu if TARGET == "gpu" else pytest.mark.skipif(not SIMULATE, reason="nothing runs when compiling")
@@ -481,6 +482,48 @@ def missing_barrier_kernel(out, step):
 def test_a_missing_barrier_shows_in_one_of_two_blocks(step):
     out = run(missing_barrier_kernel, 2, 32, np.zeros(64, np.float32), step)
     assert np.isnan(out).sum() > 31
+
+
+def without_line(function, number: int):
+    """A device function of kernels/reduce.py with one of its lines left out."""
+    lines = inspect.getsource(function).splitlines()
+    source = "\n".join(lines[1:number] + lines[number + 1 :])  # nor its decorator
+    names = dict(vars(reduce))
+    exec(compile(source, function.__code__.co_filename, "exec"), names)
+    return names[function.__name__]
+
+
+def barriers_of(function):
+    return [i for i, line in enumerate(inspect.getsource(function).splitlines()) if "cuda.syncthreads()" in line]
+
+
+REDUCTIONS = {  # what is summed, of one number a thread, and its truth
+    "block_sum": (lambda call, x: call(x), np.sum),
+    "block_max": (lambda call, x: call(x), np.max),
+    "block_sum2": (lambda call, x: call(x, x)[1], np.sum),
+    "block_online": (lambda call, x: call(reduce.LOG2E * x, float32(1))[1], lambda x: np.exp(x - x.max()).sum()),
+}
+MISSING = [(name, line) for name in REDUCTIONS for line in (None, *barriers_of(getattr(reduce, name)))] if SIMULATE else []
+
+
+@simulated
+@pytest.mark.parametrize(("name", "line"), MISSING)
+def test_a_missing_barrier_of_a_reduction_shows(name, line):
+    """Each of a block's reductions without one of its barriers, and whole: called twice, as the first barrier keeps the
+    second call's partial results off the first's."""
+    reduction, (of_a_thread, truth) = getattr(reduce, name), REDUCTIONS[name]
+    call = reduction if line is None else without_line(reduction, line)
+
+    @cuda.jit
+    def twice_kernel(out, inp):
+        i = cuda.grid(1)
+        out[0, i] = of_a_thread(call, inp[0, i])
+        out[1, i] = of_a_thread(call, inp[1, i])
+
+    inp = values(2 * 4 * 128).reshape(2, 4 * 128) / 100
+    out, _ = run(twice_kernel, 4, 128, np.zeros_like(inp), inp)
+    right = np.stack([[np.full(128, truth(block)) for block in row.reshape(4, 128)] for row in inp]).reshape(inp.shape)
+    assert np.allclose(out, right, rtol=1e-5, atol=1e-4) == (line is None)
 
 
 @cuda.jit
