@@ -88,7 +88,7 @@ def usage() -> str:
 
 
 def read_flags(words: list[str]) -> dict:
-    """A value for each flag. A flag that there is not, or one with nothing after it, prints the usage and exits with 1."""
+    """A value for each flag. A flag that there is not, or one with nothing after it, is named above the usage, exit 1."""
     args = {name: flag.default for name, flag in FLAGS.items()}
     words = list(words)
     while words:
@@ -96,8 +96,10 @@ def read_flags(words: list[str]) -> dict:
         if name in ("-h", "--help"):
             print(usage())
             sys.exit(0)
-        if name not in FLAGS or (FLAGS[name].default is not False and not words):
-            sys.exit(usage())
+        if name not in FLAGS:
+            sys.exit(f"error: there is no flag {name}\n{usage()}")
+        if FLAGS[name].default is not False and not words:
+            sys.exit(f"error: {name} takes a value\n{usage()}")
         if FLAGS[name].default is False:
             args[name] = True
         elif name == "--kernel":
@@ -223,6 +225,16 @@ def set_up(device: str) -> str:
     return card()["card"]
 
 
+def show_products(ops) -> None:
+    """The version that the matrix products begin with, and why cuBLAS is none where it is not to be had."""
+    from kernels.cublas import missing
+
+    picked = ops.ladder("matmul_forward")[0]
+    row("matrix products", f"version {picked.number}: {picked.description}")
+    if missing():
+        row("cuBLAS", missing())
+
+
 def has_tf32(device: str) -> bool:
     if device == "cpu":
         return False
@@ -324,8 +336,7 @@ def train(args: dict) -> None:
     row("num_parameters", config.num_parameters)
     row("weights", f"random, of size {weights}" if weights in SIZES else weights)
     if device == "cuda":
-        picked = model.ops.ladder("matmul_forward")[0]
-        row("matrix products", f"version {picked.number}: {picked.description}")
+        show_products(model.ops)
     print(RULE, flush=True)
 
     # build DataLoaders for both train and val

@@ -19,10 +19,14 @@ from data.checkpoint import GPT2Config, write_checkpoint
 from data.corpus import token_files
 from data.files import write_tokens
 from data.tokenizer import decode
+from kernels import cublas
+from kernels.check import Problem, is_right, relative_error
+from kernels.op import OPS, Picked, load_all
 from model import GPT2, random_parameters
-from train_gpt2_fp32 import FLAGS, Xorshift, compile_sample_softmax
+from train_gpt2_fp32 import FLAGS, Xorshift, compile_sample_softmax, show_products
 
 ROOT = Path(__file__).parent.parent
+WITH_CUBLAS = dict(os.environ)
 CONFIG = GPT2Config(64, 50257, 50304, 1, 2, 16)  # GPT-2's vocabulary, as the text is real, and little else
 COMMAND = [sys.executable, str(ROOT / "train_gpt2_fp32.py")]
 
@@ -260,11 +264,21 @@ def test_the_text_it_writes_is_what_its_logits_and_coins_give(tiny, checkpoint):
 # ---- bad input ----
 
 
-@pytest.mark.parametrize("flags", [["-z", "1"], ["-b"], ["b", "4"], ["--no-such-flag"], ["-b4"], ["--verbose", "-t"]])
-def test_a_wrong_flag_prints_the_usage(flags):
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["-z", "1"], "there is no flag -z"),
+        (["b", "4"], "there is no flag b"),
+        (["-b4"], "there is no flag -b4"),
+        (["-x", "3", "--no-such-flag"], "there is no flag --no-such-flag"),
+        (["-b"], "-b takes a value"),
+        (["--verbose", "-t"], "-t takes a value"),
+    ],
+)
+def test_a_wrong_flag_is_named_above_the_usage(flags, told):
     done = run(*flags)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("Usage:   python train_gpt2_fp32.py [options]\nExample: ")
+    assert done.stderr.startswith(f"error: {told}\nUsage:   python train_gpt2_fp32.py [options]\nExample: ")
     assert all(re.search(rf"^  {flag} ", done.stderr, re.M) for flag in FLAGS)
 
 
@@ -349,6 +363,46 @@ def test_weights_that_are_no_numbers_are_told_from_a_high_learning_rate(tiny, tm
     done = run(*tiny, "-e", tmp_path / "nan.bin", "-v", 0, "-s", 0, "-x", 3)
     assert done.returncode == 1
     assert done.stderr == "error: step 1: no finite number since activation encoded: start from other weights (-e)\n"
+
+
+# ---- without cuBLAS ----
+
+
+@pytest.fixture
+def no_nvmath(tmp_path, monkeypatch):
+    """nvmath-python fails to import, here and in subprocesses."""
+    (tmp_path / "nvmath").mkdir()
+    (tmp_path / "nvmath" / "__init__.py").write_text("raise ImportError('nvmath is hidden')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(cublas, "TARGET", "gpu")  # nothing else is in cuBLAS's way
+    for name in [name for name in sys.modules if name.split(".")[0] == "nvmath"]:
+        monkeypatch.delitem(sys.modules, name)
+    cublas.missing.cache_clear()
+    yield
+    cublas.missing.cache_clear()
+
+
+def test_without_cublas_our_own_products_take_over_and_the_table_says_so(no_nvmath, capsys):
+    picked = Picked({name: 0 for name, op in load_all().items() if 0 in op.versions})
+    for name in picked.picks:
+        assert picked.ladder(name)[0].number == max(OPS[name].versions)
+    show_products(picked)
+    printed = capsys.readouterr().out
+    best = max(OPS["matmul_forward"].versions)
+    assert printed.startswith(f"| matrix products       | version {best}: ")
+    assert "\n| cuBLAS                | needs nvmath-python and cuBLAS: pip install" in printed
+
+
+@pytest.mark.skipif("simulator" not in os.environ["LLM_NUMBA_TARGET"], reason="run with LLM_NUMBA_TARGET=simulator")
+def test_without_cublas_the_products_are_right(no_nvmath):
+    for name in ("matmul_forward", "matmul_backward_input", "matmul_backward_weight"):
+        problem = Problem.of(OPS[name], OPS[name].small, seed=1)
+        arguments = problem.on_device()
+        took = getattr(Picked({name: 0}), name)(*arguments.values())
+        results = OPS[name].results(arguments, OPS[name].small)
+        errors = {output: relative_error(results[output], true) for output, true in problem.truth.items()}
+        assert took.number and is_right(took, errors), f"version {took.number}: {errors}"
 
 
 # ---- how it ends ----
@@ -447,6 +501,15 @@ def test_graphs_change_nothing_and_fused_ops_little(corpus):
     assert len(plain) == 10
     assert plain == uncaptured
     np.testing.assert_allclose(unfused, plain, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_without_cublas_it_learns_the_same(corpus, no_nvmath):
+    flags = ["-i", corpus, "-e", "d2", "-t", 128, "-x", 10, "-v", 0, "-s", 0]
+    without = run(*flags)
+    assert without.returncode == 0, without.stderr
+    assert "| cuBLAS                | needs nvmath-python and cuBLAS" in without.stdout
+    np.testing.assert_allclose(losses(without.stdout), losses(run(*flags, env=WITH_CUBLAS).stdout), rtol=1e-3)
 
 
 @pytest.mark.gpu
