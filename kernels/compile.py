@@ -4,8 +4,10 @@ With LLM_NUMBA_TARGET=compile a launch does not run its kernel: it compiles it f
 compute capability that was asked for. So type errors that plain Python forgives show on any machine.
 """
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0)]
@@ -36,13 +38,39 @@ def replace_launches() -> None:
     # device functions ask the current card for its compute capability
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=(9, 0))
     CUDADispatcher.__getitem__ = lambda dispatcher, config: lambda *args: _compile(dispatcher, args)
+    _remember_the_types_of_calls()
+
+
+def _remember_the_types_of_calls() -> None:
+    """Numba looks up anew what each `+` of a kernel gives, through all the functions that a `+` may mean: a third of its
+    front end's time, were it not remembered here."""
+    from numba.cuda.core.targetconfig import ConfigStack
+    from numba.cuda.types import Function
+
+    look_up, known = Function.get_call_type, {}
+
+    def get_call_type(function, context, args, kws):
+        flags = ConfigStack.top_or_none()  # fastmath and the like: what a call compiles may depend on them
+        key = function, context, args, tuple(kws.items()), flags and flags.summary()
+        if key not in known:
+            known[key] = look_up(function, context, args, kws)
+        return known[key]
+
+    Function.get_call_type = get_call_type
 
 
 def _compile(dispatcher, args) -> None:
+    signature = tuple(dispatcher.typeof_pyval(arg) for arg in args)
+    texts = _ptx(dispatcher, signature, tuple(_current[-1]))
+    for found, ptx in zip(_current[-1].values(), texts, strict=True):
+        found.append((dispatcher.py_func.__name__, ptx))
+
+
+@functools.cache  # versions share kernels
+def _ptx(dispatcher, signature: tuple, capabilities: tuple) -> list[str]:
     """One pass of numba's front end, then NVVM once for each architecture."""
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
-    signature = tuple(dispatcher.typeof_pyval(arg) for arg in args)
     options = dispatcher.targetoptions
     library, _ = _compile_pyfunc_with_fixup(
         dispatcher.py_func,
@@ -53,28 +81,30 @@ def _compile(dispatcher, args) -> None:
         fastmath=options.get("fastmath", False),
         launch_bounds=options.get("launch_bounds"),
     )
-    for cc, found in _current[-1].items():
-        # numba compiles for the architecture-specific target (sm_90a) where the card has one; so do we
-        ptx = library.get_asm_str(cc=(*cc, "a" if cc >= (9, 0) else ""))
-        if ".extern .func" in ptx:  # numba would link a library then, and such a kernel cannot be cached on disk
-            raise TypeError(f"{dispatcher.py_func.__name__} calls a library's function (array.reshape in a kernel does)")
-        found.append((dispatcher.py_func.__name__, ptx))
+    # numba compiles for the architecture-specific target (sm_90a) where the card has one; so do we
+    texts = [library.get_asm_str(cc=(*cc, "a" if cc >= (9, 0) else "")) for cc in capabilities]
+    if any(".extern .func" in ptx for ptx in texts):  # numba would link a library then: such a kernel cannot be cached on disk
+        raise TypeError(f"{dispatcher.py_func.__name__} calls a library's function (array.reshape in a kernel does)")
+    return texts
 
 
-def compile_version(
-    version, capabilities=CAPABILITIES, shape: dict | None = None
-) -> dict[tuple, list[tuple[str, str]]]:
-    """For each compute capability the (kernel, PTX) of everything that the version's launcher launches at this shape (the
-    op's small one unless given). Called in a process whose target is `compile`."""
-    import numpy as np
-
-    arguments = version.op.make_arguments(np.random.default_rng(0), **(shape or version.op.small))
-    _current.append({cc: [] for cc in capabilities if cc >= version.needs_cc})
+def compile_launches(launch: Callable[[], object], capabilities=CAPABILITIES) -> dict[tuple, list[tuple[str, str]]]:
+    """For each compute capability the (kernel, PTX) of everything that launch() launches. Called in a process whose target
+    is `compile`."""
+    _current.append({cc: [] for cc in capabilities})
     try:
-        version(*arguments.values())
+        launch()
         return _current[-1]
     finally:
         _current.pop()
+
+
+def compile_version(version, capabilities=CAPABILITIES, shape: dict | None = None) -> dict[tuple, list[tuple[str, str]]]:
+    """The same of the version's launcher at this shape (the op's small one unless given), where it can run."""
+    import numpy as np
+
+    arguments = version.op.make_arguments(np.random.default_rng(0), **(shape or version.op.small))
+    return compile_launches(lambda: version(*arguments.values()), [cc for cc in capabilities if cc >= version.needs_cc])
 
 
 def compile_all(only: str = "") -> list[Compiled]:

@@ -477,21 +477,15 @@ def _short(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
-threadIdx, blockIdx, blockDim, gridDim = Dim3(0, 0, 0), Dim3(0, 0, 0), Dim3(1), Dim3(1)
+threadIdx = Thread(0, 0, 0)  # the one whose turn it is
+blockIdx, blockDim, gridDim = Dim3(0, 0, 0), Dim3(1), Dim3(1)
 laneid = 0
 _launch = None  # the Launch under way
-_running = None  # the Thread whose turn it is
-
-
-def _become(thread):
-    global _running, laneid
-    _running = thread
-    laneid = thread.lane
-    threadIdx.x, threadIdx.y, threadIdx.z = thread.x, thread.y, thread.z
 
 
 def _work():
     """A greenlet's life: a thread after the other. Those that never wait all run in the first one."""
+    global threadIdx, laneid
     me = getcurrent()
     np.seterr(all="ignore")  # for this greenlet alone
     while True:
@@ -502,7 +496,7 @@ def _work():
             continue
         thread = launch.fresh.popleft()
         thread.greenlet = me
-        _become(thread)
+        threadIdx, laneid = thread, thread.lane
         try:
             launch.kernel(*launch.args)
             launch.exit(thread)
@@ -514,18 +508,17 @@ def _work():
 
 def _wait(thread, kind, operation, number):
     """Let others run until one of them puts this thread among the ready."""
-    global _running, laneid
+    global threadIdx, laneid
     thread.waits = (kind, operation, number)
     ready = _launch.ready
     (ready.popleft().greenlet if ready else _launch.hub).switch()
-    _running, laneid = thread, thread.lane  # _become(thread), without a call
-    threadIdx.x, threadIdx.y, threadIdx.z = thread.x, thread.y, thread.z
+    threadIdx, laneid = thread, thread.lane
 
 
 def exchange(operation: str, mask: int, value) -> dict:
     """What every warp collective is built of: wait for all lanes of the mask that have not exited, and give each the
     others' values, {lane: value}. They meet who name the same operation and the same mask, wherever in the source."""
-    thread, lane = _running, laneid
+    thread, lane = threadIdx, laneid
     mask &= FULL_MASK
     if not mask >> lane & 1:
         raise SimulatorError(f"{operation}: lane {lane} calls it, but its mask {mask:#x} leaves that lane out")
@@ -548,7 +541,7 @@ def exchange(operation: str, mask: int, value) -> dict:
 
 def barrier(name: str, count: int, value=None) -> dict:
     """Wait until `count` threads of the block have come to the barrier of this name: {thread: value}."""
-    thread, barriers = _running, _launch.barriers
+    thread, barriers = threadIdx, _launch.barriers
     key = name, count
     if key in barriers:
         arrived = barriers[key]
@@ -565,7 +558,7 @@ def barrier(name: str, count: int, value=None) -> dict:
 
 def sleep(operation: str) -> None:
     """Wait until another thread wakes this one."""
-    _wait(_running, "sleep", operation, 0)
+    _wait(threadIdx, "sleep", operation, 0)
 
 
 def wake(threads) -> None:
@@ -573,7 +566,7 @@ def wake(threads) -> None:
 
 
 def running() -> Thread:
-    return _running
+    return threadIdx
 
 
 def block_state() -> dict:
@@ -796,7 +789,7 @@ def match_all_sync(mask, value):
 
 def activemask() -> int:
     """Who runs together is the hardware's choice. Here: all lanes that have not exited by now."""
-    return _running.warp.live
+    return threadIdx.warp.live
 
 
 def lanemask_lt() -> int:

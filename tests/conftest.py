@@ -1,6 +1,10 @@
-"""What all tests share: where kernels run, and that tests of the GPU are skipped, visibly, where there is none."""
+"""What all tests share: where kernels run, who compiles them where nothing runs, and that tests of the GPU are skipped,
+visibly, where there is none."""
 
+import gc
+import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: a product takes one, here and in subprocesses
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -12,6 +16,8 @@ from kernels.target import TARGET  # before anything imports numba: it says wher
 
 os.environ["LLM_NUMBA_TARGET"] = TARGET  # subprocesses need not look for a GPU again
 
+gc.set_threshold(100_000, 20, 100)  # compilers and the simulator make objects by the million, few of them in cycles
+
 
 def pytest_collection_modifyitems(items):
     if TARGET != "gpu":
@@ -19,3 +25,20 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """A process whose target is `compile`, as a process has one target: `compiler.submit(function, ...).result()`."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=check_target) as pool:
+        os.environ["LLM_NUMBA_TARGET"] = "compile"
+        try:
+            pool.submit(os.getpid).result()  # the process starts here, with this environment
+        finally:
+            os.environ["LLM_NUMBA_TARGET"] = TARGET
+        yield pool
+        pool.submit(os._exit, 0)  # to take leave of all that it compiled would take it seconds
+
+
+def check_target():
+    assert TARGET == "compile"

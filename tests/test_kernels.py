@@ -4,9 +4,6 @@ The tests ask the registry, so a version is tested from the moment it exists.
 """
 
 import functools
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -94,22 +91,6 @@ def run_small(version) -> dict:
 
 
 # ---- compiled to PTX, with no GPU ----
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    """A process of its own, as a process has one target."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=check_target) as pool:
-        os.environ["LLM_NUMBA_TARGET"] = "compile"
-        try:
-            pool.submit(os.getpid).result()  # the process starts here, with this environment
-        finally:
-            os.environ["LLM_NUMBA_TARGET"] = TARGET
-        yield pool
-
-
-def check_target():
-    assert TARGET == "compile"
 
 
 def compile_one(name: str, number: int) -> dict:
