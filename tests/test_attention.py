@@ -130,7 +130,7 @@ def test_the_gradients_are_the_same_bits_again(number):
 
 @simulated
 def test_an_unrounded_operand_would_show():
-    """The TF32 versions round; cutting the low bits off instead shrinks every number, which the check would not forgive."""
+    """The TF32 versions round: cutting the low bits off instead would shrink every number, by less than a check can see."""
     from kernels.attention import tiles
 
     x = np.random.default_rng(8).uniform(1, 2, 10_000).astype(np.float32)
