@@ -190,3 +190,5 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         end_by_ctrl_c("stopped: run it again to go on", sys.stderr)
+    except BrokenPipeError:
+        os._exit(1)  # whoever read our lines has gone: nobody is left to tell

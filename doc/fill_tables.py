@@ -19,6 +19,7 @@ A page says where a table goes; nobody types a number:
 `--check` writes nothing, and exits with 1 where a page would change. `--plots` draws doc/benchmarks/<op>.svg as well.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -243,6 +244,10 @@ def draw_plots(results: dict) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Fills the measured tables of README.md and doc/*.md.")
+    parser.add_argument("--check", action="store_true", help="write no page, and exit with 1 where one would change")
+    parser.add_argument("--plots", action="store_true", help="draw doc/benchmarks/<op>.svg as well")
+    asked = parser.parse_args()
     files = sorted(BENCHMARKS.glob("*.json"), key=lambda file: ("H200" not in file.name, file.name))
     if not files:
         sys.exit("doc/benchmarks has no .json yet: `make bench` on a GPU writes one")
@@ -252,12 +257,12 @@ def main() -> None:
         filled = fill(page, results)
         if filled != page.read_text():
             stale.append(page.name)
-            if "--check" not in sys.argv:
+            if not asked.check:
                 page.write_text(filled)
-    if "--plots" in sys.argv:
+    if asked.plots:
         draw_plots(results)
-    print(f"tables of {len(stale)} pages {'are stale' if '--check' in sys.argv else 'filled'}: {', '.join(stale) or 'none'}")
-    sys.exit("--check" in sys.argv and bool(stale))
+    print(f"tables of {len(stale)} pages {'are stale' if asked.check else 'filled'}: {', '.join(stale) or 'none'}")
+    sys.exit(asked.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compile kernels with no GPU: `python kernels/compile.py` takes every version of every op to PTX.
+"""Compile kernels with no GPU: `python -m kernels.compile` takes every version of every op to PTX.
 
 With LLM_NUMBA_TARGET=compile a launch does not run its kernel: it compiles it for the types of its arguments, for each
 compute capability that was asked for. So type errors that plain Python forgives show on any machine.
@@ -7,8 +7,10 @@ compute capability that was asked for. So type errors that plain Python forgives
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from data.files import Arguments, DataError, run_script
 
 CAPABILITIES = [(7, 5), (8, 0), (9, 0), (10, 0)]
 
@@ -107,42 +109,48 @@ def compile_version(version, capabilities=CAPABILITIES, shape: dict | None = Non
     return compile_launches(lambda: version(*arguments.values()), [cc for cc in capabilities if cc >= version.needs_cc])
 
 
-def compile_all(only: str = "") -> list[Compiled]:
-    """Every version of the ops whose name contains `only`, at every compute capability that it can run on."""
+def compile_all(only: str = "") -> Iterator[Compiled]:
+    """Every version of the ops whose name contains `only`, at every compute capability that it can run on, as they come.
+    Raises DataError where there is no such op, or nothing to compile with."""
+    from cuda.pathfinder import DynamicLibNotFoundError
+
     from kernels.op import load_all
 
-    report = []
-    for op in load_all().values():
-        for version in op.versions.values():
-            if only not in op.name or version.needs():
-                continue
-            try:
-                for cc, kernels in compile_version(version).items():
-                    report += [Compiled(op.name, version.number, cc, name, ptx) for name, ptx in kernels]
-            except Exception as error:  # numba raises many kinds, and each is a finding of the report
-                report.append(
-                    Compiled(op.name, version.number, version.needs_cc, error=f"{type(error).__name__}: {error}")
-                )
-    return report
+    ops = [op for op in load_all().values() if only in op.name]
+    if not ops:
+        raise DataError(f"no op's name contains {only}; there are {', '.join(sorted(load_all()))}")
+    for version in (version for op in ops for version in op.versions.values() if not version.needs()):
+        name, number = version.op.name, version.number
+        try:
+            for cc, kernels in compile_version(version).items():
+                yield from (Compiled(name, number, cc, kernel, ptx) for kernel, ptx in kernels)
+        except DynamicLibNotFoundError as error:
+            library = str(error).partition(":")[0]  # Failure finding "libnvrtc.so.13 or libnvrtc.so.12"
+            raise DataError(f"CUDA's compiler is not installed ({library}): pip install -e '.[dev]'") from None
+        except Exception as error:  # numba raises many kinds, and each is a finding of the report
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            yield Compiled(name, number, version.needs_cc, error=f"{type(error).__name__}: " + "\n".join(lines))
 
 
 def main() -> None:
+    parser = Arguments(prog="python -m kernels.compile", description="Compiles every version of every op to PTX, with no GPU.")
+    parser.add_argument("only", nargs="?", default="", metavar="NAME", help="only the ops whose name contains it")
+    only = parser.parse_args().only
     if os.environ.get("LLM_NUMBA_TARGET") != "compile":
         os.execve(
             sys.executable,
             [sys.executable, "-m", "kernels.compile", *sys.argv[1:]],
             {**os.environ, "LLM_NUMBA_TARGET": "compile"},
         )
-    only = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    report = compile_all(only)
-    for row in report:
-        print(
-            f"{row.op} {row.version} sm_{row.cc[0]}{row.cc[1]} {row.kernel}: {row.error or f'{len(row.ptx)} bytes of PTX'}"
-        )
-    sys.exit(any(row.error for row in report))
+    failed = False
+    for row in compile_all(only):
+        result = row.error or f"{len(row.ptx)} bytes of PTX"
+        print(f"{row.op} {row.version} sm_{row.cc[0]}{row.cc[1]} {row.kernel}: {result}", flush=True)
+        failed |= bool(row.error)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
     from kernels import compile as module  # the one that device.py knows; this is a second copy
 
-    module.main()
+    run_script(module.main)

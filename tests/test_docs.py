@@ -65,3 +65,9 @@ def anchors(page: Path) -> set[str]:
     """Of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", page.read_text()), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_help_of_the_tables_filler_fills_nothing():
+    done = subprocess.run([sys.executable, ROOT / "doc" / "fill_tables.py", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: fill_tables.py [-h] [--check] [--plots]\n")

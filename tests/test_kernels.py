@@ -4,12 +4,16 @@ The tests ask the registry, so a version is tested from the moment it exists.
 """
 
 import functools
+import sys
 
 import numpy as np
 import pytest
+from cuda.pathfinder import DynamicLibNotFoundError
 
+from data.files import DataError
+from kernels import compile
 from kernels.check import Problem, check, is_right
-from kernels.compile import CAPABILITIES, compile_version
+from kernels.compile import CAPABILITIES, compile_all, compile_version
 from kernels.device import TARGET, ShapeError, free_scratch
 from kernels.op import load_all
 
@@ -107,3 +111,36 @@ def test_compiles_for_every_gpu_it_can_run_on(version, compiler):
         assert kernels, "launches no kernel"
         for _, ptx in kernels:
             assert f".target sm_{major}{minor}" in ptx
+
+
+def test_help_compiles_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compile", "--help"])
+    with pytest.raises(SystemExit) as end:
+        compile.main()
+    assert end.value.code == 0 and "usage: python -m kernels.compile" in capsys.readouterr().out
+
+
+def test_a_name_that_no_op_has_is_answered_with_those_there_are():
+    with pytest.raises(DataError, match="^no op's name contains sorting; there are adamw_update, .*unpermute_forward$"):
+        list(compile_all("sorting"))
+
+
+def raising(error: Exception):
+    def raise_it(version):
+        raise error
+
+    return raise_it
+
+
+def test_without_a_compiler_it_stops_at_once_and_says_what_to_install(monkeypatch):
+    missing = DynamicLibNotFoundError('Failure finding "libnvrtc.so.13": No such file\n')
+    monkeypatch.setattr(compile, "compile_version", raising(missing))
+    with pytest.raises(DataError) as told:
+        list(compile_all("gelu"))
+    assert str(told.value) == "CUDA's compiler is not installed (Failure finding \"libnvrtc.so.13\"): pip install -e '.[dev]'"
+
+
+def test_a_version_that_does_not_compile_is_a_row_without_empty_lines(monkeypatch):
+    monkeypatch.setattr(compile, "compile_version", raising(TypeError("no\n\nline 3\n")))
+    row, *_ = compile_all("gelu_forward")
+    assert (row.op, row.version, row.error) == ("gelu_forward", 1, "TypeError: no\nline 3")
