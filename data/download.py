@@ -114,7 +114,13 @@ def progress_bar(name: str, quiet: bool) -> Iterator[Advance]:
     columns = TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(name, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        try:
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+        except BaseException:
+            progress.live.transient = True  # no bar, and no empty line, stays above the error
+            progress.live.stop()
+            progress.disable = True
+            raise
 
 
 def positive_seconds(text: str) -> float:

@@ -131,7 +131,9 @@ class CudaBackend:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         columns = SpinnerColumn(), TextColumn("compiling {task.description}, {task.completed} done"), TimeElapsedColumn()
-        with Progress(*columns, console=Console(stderr=True), transient=True) as self.progress:
+        console = Console(stderr=True)
+        hidden = not console.is_interactive  # rich would leave an empty line where stderr is no terminal
+        with Progress(*columns, console=console, transient=True, disable=hidden) as self.progress:
             self.task = self.progress.add_task("kernels")
             try:
                 yield

@@ -8,20 +8,21 @@ import importlib.util
 import inspect
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from traceback import walk_tb
 from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from data.files import DataError, end_by_ctrl_c, heed_ctrl_c, write_text
+from data.files import DataError, end_by_ctrl_c, heed_ctrl_c, shown, write_text
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 YOURS = 999  # the number under which a learner's launcher joins the ladder
+YOUR_MODULE = "your_kernel"  # whatever the file is called: numpy.py must not take numpy's place
 
 
 def stop(message: str) -> NoReturn:
@@ -31,41 +32,40 @@ def stop(message: str) -> NoReturn:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
+        print(f"usage: {self.prog} [options], which --help lists", file=sys.stderr)
         stop(message)
 
 
 def main(layer: str, arguments: list[str] | None = None) -> None:
     """What `python kernels/<layer>/run.py` does. Exits with 1 where a version is wrong or the question makes no sense."""
     heed_ctrl_c()
+    words = sys.argv[1:] if arguments is None else arguments
     try:
         from kernels.op import of_layer
 
         ops = of_layer(layer)
-        asked = parse(layer, ops, arguments)
-        answer(asked, ops)
+        answer(parse(layer, ops, words), ops)
     except KeyboardInterrupt:
         end_by_ctrl_c("stopped by Ctrl-C", sys.stderr)
+    except Exception as error:
+        if "--verbose" in words:
+            raise
+        stop(in_one_line(error))
 
 
 def answer(asked: argparse.Namespace, ops: list) -> None:
     """Runs what was asked, prints it and keeps it."""
-    try:
-        ops = [op for op in ops if asked.pass_ in (None, op.pass_, op.name)]
-        if asked.list:
-            return list_versions(ops)
-        if asked.template:
-            return write_template(ops[0], asked.template)
-        if asked.file:
-            ops = ops[:1]
-            load_file(ops[0], asked.file)
-        if asked.version != "all":  # not all ops of a layer need to have it
-            ops = [op for op in ops if int(asked.version) in op.versions] or ops
-        rows = [row for op in ops for row in run(op, asked)]
-    except Exception as error:
-        if asked.verbose:
-            raise
-        stop(in_one_line(error, asked.file))
+    ops = [op for op in ops if asked.pass_ in (None, op.pass_, op.name)]
+    if asked.list:
+        return list_versions(ops)
+    if asked.template:
+        return write_template(ops[0], asked.template)
+    if asked.file:
+        ops = ops[:1]
+        load_file(ops[0], asked.file)
+    if asked.version != "all":  # not all ops of a layer need to have it
+        ops = [op for op in ops if int(asked.version) in op.versions] or ops
+    rows = [row for op in ops for row in run(op, asked)]
     if asked.json:
         from kernels.ladder import write_json
 
@@ -85,7 +85,7 @@ def keep(flag: str, file: str, write: Callable[[], object]) -> None:
         stop(f"{flag} {file}: it cannot be written ({getattr(reason, 'strerror', None) or reason}): name another file")
 
 
-def parse(layer: str, ops: list, arguments: list[str] | None) -> argparse.Namespace:
+def parse(layer: str, ops: list, arguments: list[str]) -> argparse.Namespace:
     from kernels.target import TARGET
 
     parser = Parser(prog=f"kernels/{layer}/run.py", description=f"Check and time the versions of {layer}.")
@@ -125,7 +125,8 @@ def parse(layer: str, ops: list, arguments: list[str] | None) -> argparse.Namesp
     if asked.plot and Path(asked.plot).suffix not in (".svg", ".png"):
         stop(f"--plot {asked.plot}: name a .svg or a .png file")
     if asked.plot and TARGET != "gpu":
-        stop(f"--plot {asked.plot}: it draws times, and those take a GPU, which is not here: leave it out")
+        unwritten = f" (nothing was run, and {asked.json} is not written)" if asked.json else ""
+        stop(f"--plot {asked.plot}: it draws times, and those take a GPU, which is not here: leave it out{unwritten}")
     return asked
 
 
@@ -144,7 +145,8 @@ def run(op, asked: argparse.Namespace) -> list:
         not SIMULATE and asked.version != "all" and asked.block_size is None and "block_size" in versions[0].options()
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         task = bar.add_task(op.name, total=(len(BLOCK_SIZES) if sweep else len(versions)) + 1)
 
         def progress(text: str) -> None:
@@ -192,7 +194,7 @@ def print_table(op, shape: dict, rows: list) -> None:
     swept = len({row.block_size for row in rows}) > 1
     table.add_column("block size" if swept else "version", justify="right")
     table.add_column("what it does", ratio=1)
-    table.add_column("relative error")
+    table.add_column("result")
     timed = any(row.us is not None for row in rows)
     if timed:
         for name in (
@@ -247,8 +249,7 @@ def load_file(op, file: str) -> None:
     """Registers the function of the op's name in this file as one more version."""
     if not Path(file).is_file():
         stop(f"{file}: no such file; --template {file} writes one to start from")
-    name = "your_kernel"  # whatever the file is called: numpy.py must not take numpy's place
-    spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, file))
+    spec = importlib.util.spec_from_file_location(YOUR_MODULE, file, loader=SourceFileLoader(YOUR_MODULE, file))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -273,20 +274,22 @@ def write_template(op, file: str) -> None:
     print(f"wrote {file}: change it, then run with --file {file}")
 
 
-def in_one_line(error: Exception, file: str | None = None) -> str:
-    """Numba's errors fill a screen. What matters is where in the kernel it is, and the sentence. file: a learner's, whose
-    last line that ran is the place where Numba names none."""
+def in_one_line(error: Exception) -> str:
+    """Numba's errors fill a screen. What matters is where in the kernel it is, and the sentence. Where the text names no
+    place, it is the last line that ran of a layer's file or a learner's."""
     text = str(error)
     places = re.findall(r'File "([^"]+)", line (\d+)', text)
     mine = [(name, line) for name, line in places if "site-packages" not in name]
-    if file and Path(file).name not in text:
-        mine += [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    if not mine and not isinstance(error, MemoryError):
+        ran = [(frame.f_globals["__name__"], frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+        mine = [(file, line) for module, file, line in ran if re.fullmatch(rf"{YOUR_MODULE}|kernels\.\w+\.\w+", module)]
+        mine = [(file, line) for file, line in mine if Path(file).name not in text]
     sentences = [
         line.strip()
         for line in text.splitlines()
         if line.strip() and not line.startswith(("File ", "-", "During", "\x1b"))
     ]
     what = next((line for line in sentences if not line.startswith("Failed in")), type(error).__name__)
-    where = f"{Path(mine[-1][0]).name}:{mine[-1][1]}: " if mine else ""
+    where = f"{shown(mine[-1][0])}:{mine[-1][1]}: " if mine else ""
     more = " (--verbose shows all of it)" if len(sentences) > 1 else ""
     return f"{where}{what}{more}"

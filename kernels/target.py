@@ -41,7 +41,7 @@ def _choose() -> str:
     if asked in ("gpu", "simulator", "compile"):
         return asked
     if asked:
-        raise SystemExit(f"LLM_NUMBA_TARGET={asked}: use gpu, simulator or compile")
+        raise SystemExit(f"error: LLM_NUMBA_TARGET={asked}: use gpu, simulator or compile")
     from numba import cuda
 
     return "gpu" if cuda.is_available() else "simulator"

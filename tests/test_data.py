@@ -596,6 +596,12 @@ def test_a_file_is_downloaded_with_a_bar_and_only_once(server, tmp_path, capsys)
     assert server.ranges == [None] and capsys.readouterr().err == ""
 
 
+def test_no_bar_stays_above_the_error(server, tmp_path, capsys):
+    with pytest.raises(DataError):
+        download(f"{server.url}/missing", tmp_path / "f")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_download_that_was_cut_goes_on_where_it_ended(server, tmp_path):
     path = tmp_path / "f"
     with pytest.raises(DataError, match="the connection ended at 100,000 of 300,000 bytes.*: run it again to go on"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kernels.op
 from kernels import harness, ladder, pick
 from kernels.device import TARGET
 from kernels.ladder import Row
@@ -42,8 +43,8 @@ def test_every_layer_has_its_run_py():
 
 @simulator_only
 def test_a_version_is_checked_and_the_simulator_is_named(capsys):
-    code, output, _ = run(capsys, "--version", "1", "--pass", "forward")
-    assert code == 0
+    code, output, errors = run(capsys, "--version", "1", "--pass", "forward")
+    assert (code, errors) == (0, "")
     assert "simulator" in output and re.search(r"out \d\.\de-\d\d", output)
 
 
@@ -85,6 +86,13 @@ def test_a_question_that_makes_no_sense_is_answered_in_one_line(capsys, words, t
     code, _, errors = run(capsys, *words)
     assert code == 1
     assert told in errors.splitlines()[-1] and "Traceback" not in errors
+    assert len(errors.splitlines()) <= 2  # argparse's own begin with how to ask for help
+
+
+@without_a_gpu
+def test_a_plot_that_is_refused_says_that_the_json_is_not_written(capsys, tmp_path):
+    code, _, errors = run(capsys, "--plot", "ladder.svg", "--json", str(tmp_path / "x.json"))
+    assert code == 1 and errors.endswith(f"leave it out (nothing was run, and {tmp_path}/x.json is not written)\n")
 
 
 @simulator_only
@@ -131,6 +139,21 @@ def test_a_file_that_fails_is_named_with_the_line(capsys, tmp_path, source, told
     file.write_text(source)
     code, _, errors = run(capsys, "--file", str(file), "--pass", "forward")
     assert code == 1 and told in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("x = 1\nnothing", "forward.py:2: name 'nothing' is not defined"),
+        ("@op.version(1, '')\ndef again(): ...", "forward.py:1: gelu_forward has a version 1 already: gelu_forward1"),
+    ],
+)
+def test_a_layers_file_that_fails_is_named_with_the_line(capsys, tmp_path, monkeypatch, source, told):
+    code = compile(source, tmp_path / "forward.py", "exec")
+    names = {"__name__": "kernels.gelu.forward", "op": load_all()["gelu_forward"]}
+    monkeypatch.setattr(kernels.op, "of_layer", lambda layer: exec(code, names))
+    code, _, errors = run(capsys)
+    assert (code, errors) == (1, f"error: {tmp_path}/{told}\n")
 
 
 @simulator_only
@@ -275,3 +298,10 @@ def test_run_py_needs_no_installed_project(tmp_path):
     words = [sys.executable, str(ROOT / "kernels" / "gelu" / "run.py"), "--list"]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "gelu_forward(out, inp)" in done.stdout
+
+
+def test_a_target_that_there_is_not_is_an_error_in_one_line():
+    words = [sys.executable, "kernels/gelu/run.py"]
+    environment = {**os.environ, "LLM_NUMBA_TARGET": "abacus"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: LLM_NUMBA_TARGET=abacus: use gpu, simulator or compile\n")
