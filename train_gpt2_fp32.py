@@ -73,10 +73,12 @@ FLAGS = {
     "-r": Flag(0, "<int>    1 recomputes GELU in the backward pass, to save memory (default = 0)", int, choices=(0, 1)),
     "--device": Flag("auto", "<string> cuda, cpu, or auto: the GPU where there is one (default = auto)",
                      choices=("auto", "cuda", "cpu")),
-    "--kernel": Flag((), "<string> a version instead of the picked one, as layernorm_forward=3; may be given again"),
-    "--fused": Flag(1, "<int>    0 runs simple kernels in place of fused ones (default = 1)", int, choices=(0, 1)),
-    "--graph": Flag(1, "<int>    0 launches every kernel from Python, without CUDA graphs (default = 1)", int, choices=(0, 1)),
-    "--profile": Flag(False, "prints at the end what each kernel takes of a step"),
+    "--kernel": Flag((), "<string> a version instead of the picked one, as layernorm_forward=3; may be given again\n"
+                     "                     (needs a GPU)"),
+    "--fused": Flag(1, "<int>    0 runs simple kernels in place of fused ones (default = 1; needs a GPU)", int, choices=(0, 1)),
+    "--graph": Flag(1, "<int>    0 launches every kernel from Python, without CUDA graphs (default = 1; needs a GPU)", int,
+                    choices=(0, 1)),
+    "--profile": Flag(False, "prints at the end what each kernel takes of a step (needs a GPU)"),
     "--verbose": Flag(False, "prints the whole traceback of an error"),
 }  # fmt: skip
 
@@ -244,9 +246,32 @@ def has_tf32(device: str) -> bool:
 
 
 def starting_weights(asked: str | None) -> str:
-    """The checkpoint to read, or the size of a model to start from random weights."""
+    """The checkpoint to read, or the size of a model to start from random weights. Raises DataError."""
+    from model import SIZES
+
+    if asked and asked not in SIZES and Path(asked).stem == asked and not Path(asked).exists():
+        raise DataError(f"-e {asked}: there is no such file, and the sizes are {', '.join(SIZES)}")
     places = [folder / "gpt2_124M.bin" for folder in (Path(), Path(__file__).parent)]
     return asked or next((str(path) for path in places if path.is_file()), "d12")
+
+
+def check(args: dict, weights: str) -> int:
+    """Raises DataError for what can be told before the table is begun. Returns the model's max_seq_len."""
+    from data import checkpoint, corpus
+    from model import SIZES, config_of_size
+
+    if args["-i"] is not None:
+        corpus.require(args["-i"])
+    longest = (config_of_size(weights) if weights in SIZES else checkpoint.read_checkpoint(weights)[0]).max_seq_len
+    for flag in ("-t", "-g"):
+        if args[flag] is not None and args[flag] > longest:
+            raise DataError(f"{flag} {args[flag]} is above the model's max_seq_len of {longest}: lower {flag}")
+    if args["--device"] == "cuda" or args["--kernel"] or args["--profile"]:  # these alone need numba, which takes its time
+        device = pick_device(args["--device"])
+        read_kernels(args["--kernel"], device, bool(args["-f"]) and has_tf32(device))
+        if args["--profile"] and device == "cpu":
+            raise DataError("--profile times kernels on a GPU: leave it out on the CPU")
+    return longest
 
 
 class Logger:
@@ -286,8 +311,8 @@ def train(args: dict) -> None:
 
     from data import corpus
 
-    if args["-i"] is not None:
-        corpus.require(args["-i"])
+    weights = starting_weights(args["-e"])
+    max_seq_len = check(args, weights)
     print(RULE)
     row("Parameter", "Value")
     print(RULE, flush=True)
@@ -296,7 +321,7 @@ def train(args: dict) -> None:
     row("output log file", args["-o"] or "NULL")
     row("batch size B", B)
     device = pick_device(args["--device"])
-    T = T or (64 if device == "cpu" else 1024)
+    T = T or min(64 if device == "cpu" else 1024, max_seq_len)
     row("sequence length T", T)
     row("learning rate", f"{learning_rate:f}")
     row("val_loss_every", val_loss_every)
@@ -308,8 +333,6 @@ def train(args: dict) -> None:
     # set up the device
     tf32 = bool(args["-f"]) and has_tf32(device)
     kernels = read_kernels(args["--kernel"], device, tf32)
-    if args["--profile"] and device == "cpu":
-        raise DataError("--profile times kernels on a GPU: leave it out on the CPU")
     row("device", set_up(device))
     row("TF32", "enabled" if tf32 else "disabled")
     print(RULE, flush=True)
@@ -317,16 +340,11 @@ def train(args: dict) -> None:
     # build the GPT-2 model, from a checkpoint or from random weights
     from model import GPT2, SIZES
 
-    weights = starting_weights(args["-e"])
     options = {"kernels": kernels, "tf32": tf32, "graph": bool(args["--graph"]), "fused": bool(args["--fused"])}
     allocations: list[str] = []
     build = GPT2.random if weights in SIZES else GPT2.from_checkpoint
     model = build(weights, device, recompute=bool(args["-r"]), report=allocations.append, **options)
     config = model.config
-    if T > config.max_seq_len:
-        raise DataError(f"-t {T} is above the model's max_seq_len of {config.max_seq_len}: lower -t")
-    if genT > config.max_seq_len:
-        raise DataError(f"-g {genT} is above the model's max_seq_len of {config.max_seq_len}: lower -g")
     row("max_sequence_length T", config.max_seq_len)
     row("vocab_size V", config.vocab_size)
     row("padded_vocab_size Vp", config.padded_vocab_size)
@@ -352,7 +370,7 @@ def train(args: dict) -> None:
     if args["-x"]:
         row("stops after", f"{num_steps} steps (-x)")
     if device == "cpu" and not (args["-t"] and args["-x"]):
-        defaults = ["T = 64 (see -t)"] * (not args["-t"]) + ["stops after 40 steps (see -x)"] * (not args["-x"])
+        defaults = [f"T = {T} (see -t)"] * (not args["-t"]) + ["stops after 40 steps (see -x)"] * (not args["-x"])
         row("on the CPU", ", ".join(defaults))
     print(RULE)
     print("\n".join(allocations), flush=True)

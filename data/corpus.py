@@ -42,7 +42,10 @@ def require(prefix: str | Path) -> tuple[Path, Path]:
     made = PYDOC_TOPICS if script == "pydoc_corpus.py" else TINY_SHAKESPEARE
     for path in token_files(prefix):
         if not path.is_file():
-            raise DataError(f"{path} is missing: run `python data/{script}`, it makes -i data/{made.name}")
+            raise DataError(
+                f"{path} is missing: run `python data/{script}`, it makes -i data/{made.name}"
+                "; without -i the trainer takes a text that is always there"
+            )
     return token_files(prefix)
 
 

@@ -1,4 +1,4 @@
-"""Names what numba compiles for the CPU, on a terminal, in a line that is gone when it is done."""
+"""Says what numba compiles for the CPU: on a terminal in a line that is gone when it is done, elsewhere once."""
 
 import sys
 
@@ -26,7 +26,19 @@ class Compiling(event.Listener):
         sys.stderr.flush()
 
 
+class Once(event.Listener):
+    """The first function of cpu_reference that is not in the cache gets a line for all."""
+
+    said = False
+
+    def on_start(self, event) -> None:
+        if not self.said and event.data["dispatcher"].py_func.__module__ == "cpu_reference":
+            self.said = True
+            print("compiling cpu_reference for this CPU: it is kept for the next run", file=sys.stderr, flush=True)
+
+    def on_end(self, event) -> None: ...
+
+
 def name_what_compiles() -> None:
-    """From now on; where stderr is no terminal, nothing is said."""
-    if sys.stderr.isatty():
-        event.register("numba:compile", Compiling())
+    """From now on, on stderr."""
+    event.register("numba:compile", Compiling() if sys.stderr.isatty() else Once())

@@ -463,7 +463,7 @@ def test_a_scripts_bad_input_is_one_line_and_exit_status_1(tmp_path, arguments, 
 
 
 def test_a_missing_data_set_names_the_command_that_makes_it(tmp_path):
-    with pytest.raises(DataError, match="x_train.bin is missing: run `python data/tinyshakespeare.py`"):
+    with pytest.raises(DataError, match="x_train.bin is missing: run `python data/tinyshakespeare.py`.*; without -i"):
         corpus.require(tmp_path / "x")
     write_tokens(tmp_path / "x_train.bin", [1])
     with pytest.raises(DataError, match="x_val.bin is missing"):

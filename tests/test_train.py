@@ -17,13 +17,13 @@ import pytest
 from data import pydoc_corpus
 from data.checkpoint import GPT2Config, write_checkpoint
 from data.corpus import token_files
-from data.files import write_tokens
+from data.files import DataError, write_tokens
 from data.tokenizer import decode
 from kernels import cublas
 from kernels.check import Problem, is_right, relative_error
 from kernels.op import OPS, Picked, load_all
 from model import GPT2, random_parameters
-from train_gpt2_fp32 import FLAGS, Xorshift, compile_sample_softmax, show_products
+from train_gpt2_fp32 import FLAGS, Xorshift, compile_sample_softmax, read_flags, show_products, train
 
 ROOT = Path(__file__).parent.parent
 WITH_CUBLAS = dict(os.environ)
@@ -43,6 +43,8 @@ def corpus(tmp_path_factory):
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoint") / "tiny.bin"
     write_checkpoint(path, CONFIG, random_parameters(CONFIG, seed=3))
+    model = GPT2.from_checkpoint(path, report=lambda line: None)  # so that what runs it compiles nothing, and says nothing
+    model.train_step(*np.zeros((2, 4, 16), np.int32), 0.0, 1)
     return str(path)
 
 
@@ -171,6 +173,15 @@ def test_a_terminal_is_told_what_compiles_in_a_line_that_goes_away(tmp_path):
     script += "def twice(x): return 2 * x\nnjit(twice)(1)"
     subprocess.run([sys.executable, "-c", script], stderr=theirs, cwd=ROOT, check=True, timeout=120)
     assert os.read(ours, 1000) == b"\r\x1b[Kcompiling twice, 0 done (the first run only)\r\x1b[K"
+
+
+def test_elsewhere_it_is_said_once_and_only_where_the_cache_lacks_it(tmp_path):
+    script = "import numpy as np, cpu_reference; from kernels.progress import name_what_compiles; name_what_compiles()\n"
+    script += "cpu_reference.residual_forward(*np.ones((3, 4))); cpu_reference.gelu_forward(*np.ones((2, 4)))"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = {"args": [sys.executable, "-c", script], "cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    said = [subprocess.run(**command).stderr for _ in range(2)]
+    assert said == ["compiling cpu_reference for this CPU: it is kept for the next run\n", ""]
 
 
 def test_where_no_data_is_named_it_finds_some_and_says_which(checkpoint):
@@ -309,7 +320,7 @@ BAD = {
     "-i {tmp}/short": "{tmp}/short_train.bin has 64 tokens, a batch needs B*T+1 = 65: lower -b or -t",
     "-i {tmp}/foreign": "{tmp}/foreign_train.bin: token 60000 at position 7 is outside the model's vocabulary of 50,257: ",
     "-e {tmp}/none.bin": "{tmp}/none.bin is missing: ",
-    "-e d3": "d3 is missing: ",
+    "-e d3": "-e d3: there is no such file, and the sizes are d2, d4, d6, d12, d24, d36, d48",
     "-e {tmp}/magic_train.bin": "{tmp}/magic_train.bin is not a checkpoint ",
     "-e {tmp}/cut.bin": "{tmp}/cut.bin is truncated, ",
     "-o {tmp}/no/folder/log": "-o {tmp}/no/folder/log: it cannot be written (No such file or directory): name another file",
@@ -344,10 +355,22 @@ def test_bad_input_is_one_line_that_says_what_to_do(flags, tiny, bad_files):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("flags", ["-t 65", "-g 65", "-e d3", "--kernel gelu_forward=1", "--kernel gelu_forward=99", "--profile"])
+def test_what_can_be_told_at_once_is_told_before_the_first_line(flags, tiny, capsys):
+    with pytest.raises(DataError):
+        train(read_flags([*tiny, *flags.split()]))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("flag", ["--kernel", "--fused", "--graph", "--profile"])
+def test_the_usage_says_what_needs_a_gpu(flag):
+    assert FLAGS[flag].usage.endswith("needs a GPU)")
+
+
 @pytest.mark.skipif("gpu" in os.environ["LLM_NUMBA_TARGET"], reason="there is a GPU")
 def test_a_missing_gpu_is_said(tiny):
     done = run(*tiny, "--device", "cuda")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("error: --device cuda: no GPU that CUDA can use was found")
 
 
