@@ -47,13 +47,16 @@ def _remember_the_types_of_calls() -> None:
     """Numba looks up anew what each `+` of a kernel gives, through all the functions that a `+` may mean: a third of its
     front end's time, were it not remembered here."""
     from numba.cuda.core.targetconfig import ConfigStack
+    from numba.cuda.descriptor import cuda_target
     from numba.cuda.types import Function
 
     look_up, known = Function.get_call_type, {}
 
     def get_call_type(function, context, args, kws):
+        if context is not cuda_target.typing_context:  # the CPU's compiler asks here too
+            return look_up(function, context, args, kws)
         flags = ConfigStack.top_or_none()  # fastmath and the like: what a call compiles may depend on them
-        key = function, context, args, tuple(kws.items()), flags and flags.summary()
+        key = function, tuple(args), tuple(kws.items()), flags and flags.summary()
         if key not in known:
             known[key] = look_up(function, context, args, kws)
         return known[key]
