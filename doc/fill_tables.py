@@ -5,6 +5,7 @@ A page says where a table goes; nobody types a number:
     <!-- table: layernorm_forward -->       the ladder at the op's shape
     <!-- table: layernorm_forward 2 3 -->   these two of its versions
     <!-- table: matmul_forward best -->     every shape that was timed, the best version beside version 0
+    <!-- table: matmul_forward fp32 -->     the same with fp32 arithmetic
     <!-- table: large -->                   the best version of each op on arrays of a gigabyte
     <!-- table: steps -->                   the training step, ours and others
     <!-- table: without -->                 the step without the one or other idea
@@ -68,8 +69,13 @@ def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
     return [*lines, "", f"{results['card']}, {sizes}; L2 flushed between runs; medians. [Raw numbers]({raw(results)})"]
 
 
-def best_table(results: dict, op: str) -> list[str]:
+def best_table(results: dict, op: str, fp32: bool = False) -> list[str]:
     rows = [row for row in results["rows"] if row["op"] == op and row["us"]]
+    if fp32:
+        theirs = [row for row in results.get("rows in fp32", []) if row["op"] == op and row["us"]]
+        if not theirs:
+            return [f"*Version 0 of {op} has not been measured in fp32 yet.*"]
+        rows = [row for row in rows if row["precision"] == "fp32"] + theirs
     shapes = [dict(items) for items in dict.fromkeys(tuple(row["shape"].items()) for row in rows)]
     lines = ["| shape | version 0, us | best of ours | us | TFLOP/s | against version 0 |", "|---|--:|--:|--:|--:|--:|"]
     for shape in shapes:
@@ -91,7 +97,7 @@ def large_table(results: dict) -> list[str]:
     from kernels.op import load_all
 
     lines = ["| op | shape | version | us | GB/s | of the copy bandwidth |", "|---|---|--:|--:|--:|--:|"]
-    for op in load_all().values():
+    for _, op in sorted(load_all().items()):  # what was imported first must not matter
         for shape in op.large:
             rows = [row for row in results["rows"] if row["op"] == op.name and row["shape"] == shape and row["us"]]
             if rows and not op.flops:
@@ -225,8 +231,8 @@ def fill(page: Path, results: dict) -> str:
         }  # fmt: skip
         if what[0] in whole:
             lines = whole[what[0]](results)
-        elif what[1:] == ["best"]:
-            lines = best_table(results, what[0])
+        elif what[1:] in (["best"], ["fp32"]):
+            lines = best_table(results, what[0], fp32=what[1] == "fp32")
         else:
             lines = ladder_table(results, what[0], {int(number) for number in what[1:]})
         return match[1] + "\n".join(lines) + "\n" + match[4]

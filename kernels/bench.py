@@ -1,6 +1,7 @@
 """Everything that the project says about speed, measured on one card: `python kernels/bench.py` (or `make bench`).
 
-    --ops [NAME ...]   every version of every op (or of those whose names contain NAME), checked and timed
+    --ops [NAME ...]   every version of every op (or of those whose names contain NAME), checked and timed; what can do both
+                       with TF32 and without is timed both ways
     --steps            the training step of GPT-2 124M: ours, and PyTorch's eager and compiled where torch is installed
     --losses           the loss of 74 steps on tiny Shakespeare beside PyTorch's, from the same weights and batches
     --trainer          batch sizes, the host's share of a step, how long a start takes, an epoch run twice
@@ -37,7 +38,7 @@ from model import GPT2, Tensors, config_of_size, parameter_shapes, random_parame
 
 FOLDER = Path(__file__).parent.parent / "doc" / "benchmarks"
 B, T = 4, 1024
-SLOW = 3.0  # versions that much slower than the best at an op's first shape are not timed at its others
+SLOW = 3.0  # versions that much slower than the best of their precision at an op's first shape are not timed at its others
 
 
 def measure_ops(names: list[str], results: dict, checked: bool = True) -> None:
@@ -49,20 +50,29 @@ def measure_ops(names: list[str], results: dict, checked: bool = True) -> None:
         trainer_shapes = op.trainer_shapes or [op.shape]
         versions, for_trainer = list(op.versions.values()), []
         for shape in [op.shape] + [shape for shape in [*trainer_shapes, *op.large] if shape != op.shape]:
-            rows = measure(op, shape, versions, checked=checked and shape not in op.large, keep_going=True)
-            for row in rows:
-                print(f"{row.op:28} {row.version:3} {_sizes(shape):40} ", _short(row), flush=True)
+            options = {"checked": checked and shape not in op.large, "keep_going": True}
+            rows = measure(op, shape, versions, **options)
+            either = [version for version in versions if version.precision == "either"]  # `rows` has them in TF32
+            in_fp32 = measure(op, shape, either, tf32=False, **options) if either else []
+            for row in rows + in_fp32:
+                print(f"{row.op:28} {row.version:3} {row.precision} {_sizes(shape):40} ", _short(row), flush=True)
             if shape in trainer_shapes:
                 for_trainer += rows
             if shape == op.shape:
-                best = min((row.us for row in rows if row.us), default=0)
-                versions = [op.versions[row.version] for row in rows if row.us and row.us <= SLOW * best]
-            keep = [old for old in results.get("rows", []) if (old["op"], old["shape"]) != (op.name, shape)]
-            results["rows"] = keep + [{**asdict(row), "commit": commit()} for row in rows]
+                versions = _not_slow(op, rows)
+            for name, new in (("rows", rows), ("rows in fp32", in_fp32)):
+                keep = [old for old in results.get(name, []) if (old["op"], old["shape"]) != (op.name, shape)]
+                results[name] = keep + [{**asdict(row), "commit": commit()} for row in new]
             save(results)
         number = pick_from(op, for_trainer)
         if number is not None:
             keep_pick(op.name, number)
+
+
+def _not_slow(op, rows: list) -> list:
+    timed = [row for row in rows if row.us]
+    best = {row.precision: min(other.us for other in timed if other.precision == row.precision) for row in timed}
+    return [op.versions[row.version] for row in timed if row.us <= SLOW * best[row.precision]]
 
 
 def _sizes(shape: dict) -> str:

@@ -19,7 +19,19 @@ from kernels import cublas
 from kernels.device import ceil_div, cuda, float32, need, scratch
 from kernels.gelu.backward import gelu_backward
 from kernels.matmul import engine, tma, wgmma
-from kernels.matmul.forward import ATTPROJ, FC, FCPROJ, HEAD, ODD, QKV, SMALL, product_bytes, product_flops, sizes_of
+from kernels.matmul.forward import (
+    ATTPROJ,
+    CUBE,
+    FC,
+    FCPROJ,
+    HEAD,
+    ODD,
+    QKV,
+    SMALL,
+    product_bytes,
+    product_flops,
+    sizes_of,
+)
 from kernels.matmul.transpose import transpose
 from kernels.op import Op
 
@@ -37,6 +49,7 @@ matmul_backward_input = Op(
     small=SMALL,
     odd=ODD,
     trainer_shapes=[QKV, ATTPROJ, FC, FCPROJ, HEAD],
+    large=[CUBE],
 )
 
 matmul_gelu_backward_input = Op(
@@ -79,6 +92,7 @@ matmul_backward_weight = Op(
     small=SMALL,
     odd=ODD + [shape | {"accumulate": 0} for shape in ODD[:2]],
     trainer_shapes=[shape | {"accumulate": 0} for shape in (QKV, ATTPROJ, FC, FCPROJ, HEAD)],
+    large=[CUBE | {"accumulate": 0}],
 )
 
 

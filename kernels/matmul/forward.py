@@ -8,9 +8,9 @@ version 4: a thread eight elements of a column: an element of weight, once in a 
 version 5: a thread 8 x 8 elements: 16 reads of shared memory for 64 multiply-adds
 version 6: 16-byte loads; tiles transposed on the way into shared memory, so that it is read 16 bytes at a time too
 version 7: a warp's tile, dealt to its lanes so that no two of them meet in a bank, with the next tile on its way in registers
-version 8: cp.async brings tiles while the sums go on, three stages deep (kernels/matmul/engine.py)
+version 8: cp.async brings tiles while the sums go on, three stages deep, and 16 x 8 elements a thread (kernels/matmul/engine.py)
 version 9: TF32 on the tensor cores, mma.sync, a fragment a load: ldmatrix
-version 10: the engine with mma.sync: three stages, warps' tiles of 64 x 64, fragments in 8- and 16-byte loads, split K
+version 10: the engine with mma.sync: four stages, warps' tiles of 64 x 64, roundings between the products, split K
 version 11: its epilogue: bias, bias and GELU, bias and residual (in version 10 the bias is there already)
 version 12: wgmma: four warps together, the weight read from shared memory by the tensor core (kernels/matmul/wgmma.py), which
     cuts it off to TF32 where all others round to nearest
@@ -65,6 +65,7 @@ def sizes_of(arguments: dict) -> dict:
 QKV, ATTPROJ, FC, FCPROJ, HEAD = (  # GPT-2 124M's five products, B*T = 4096
     {"N": 4096, "C": C, "OC": OC} for C, OC in ((768, 2304), (768, 768), (768, 3072), (3072, 768), (768, 50304))
 )
+CUBE = {"N": 8192, "C": 8192, "OC": 8192}
 SMALL = {"N": 20, "C": 36, "OC": 24}
 ODD = [{"N": N, "C": C, "OC": OC} for N, C, OC in ((1, 33, 100), (33, 1, 1), (3, 100, 33), (70, 64, 132), (1, 4, 1))]
 
@@ -79,6 +80,7 @@ matmul_forward = Op(
     small=SMALL,
     odd=ODD,
     trainer_shapes=[QKV, ATTPROJ, FC, FCPROJ, HEAD],
+    large=[CUBE],
 )
 
 matmul_gelu_forward = Op(
