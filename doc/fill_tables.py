@@ -162,6 +162,7 @@ def cpu_table(results: dict) -> list[str]:
     lines += [f"| T = {row['T']} | {row['ours']:.2f} | {row['PyTorch']:.2f} | {row['peak MiB']:,} |" for row in found["steps"]]
     packages = found["packages"]
     said = f"{found['cpu']}, {found['cores']} cores; numba {packages['numba']}, torch {packages['torch']}, by turns in one process."
+    said += " The machine had other work as well." * found.get("busy", False)
     return [*lines, "", f"{said} [Raw numbers]({results['prefix']}benchmarks/CPU.json)"]
 
 
