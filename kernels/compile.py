@@ -27,7 +27,7 @@ class Compiled:
     error: str = ""
 
 
-_current: list[dict] = []  # compute capability -> (kernel name, PTX)s of the launcher that is being run
+_current: list[dict] = []  # (compute capability, NVVM's -opt) -> (kernel name, PTX)s of the launcher that is being run
 
 
 def replace_launches() -> None:
@@ -72,44 +72,56 @@ def _compile(dispatcher, args) -> None:
 
 
 @functools.cache  # versions share kernels
-def _ptx(dispatcher, signature: tuple, capabilities: tuple) -> list[str]:
-    """One pass of numba's front end, then NVVM once for each architecture."""
+def _ptx(dispatcher, signature: tuple, targets: tuple) -> list[str]:
+    """One pass of numba's front end, then NVVM once for each target."""
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
+    from numba.cuda.cudadrv.nvrtc import get_arch_option
+    from numba.cuda.cudadrv.nvvm import compile_ir
 
     options = dispatcher.targetoptions
+    fastmath = bool(options.get("fastmath", False))
     library, _ = _compile_pyfunc_with_fixup(
         dispatcher.py_func,
         signature,
         device=False,
         abi="numba",
         cc=(9, 0),
-        fastmath=options.get("fastmath", False),
+        fastmath=fastmath,
         launch_bounds=options.get("launch_bounds"),
     )
-    # numba compiles for the architecture-specific target (sm_90a) where the card has one; so do we
-    texts = [library.get_asm_str(cc=(*cc, "a" if cc >= (9, 0) else "")) for cc in capabilities]
+    texts = []
+    for cc, opt in targets:
+        # numba compiles for the architecture-specific target (sm_90a) where the card has one; so do we
+        arch = get_arch_option(*cc, "a" if cc >= (9, 0) else "")
+        texts.append(compile_ir(library.llvm_strs, arch=arch, opt=opt, fastmath=fastmath).decode().strip("\0").strip())
     if any(".extern .func" in ptx for ptx in texts):  # numba would link a library then: such a kernel cannot be cached on disk
         raise TypeError(f"{dispatcher.py_func.__name__} calls a library's function (array.reshape in a kernel does)")
     return texts
 
 
-def compile_launches(launch: Callable[[], object], capabilities=CAPABILITIES) -> dict[tuple, list[tuple[str, str]]]:
-    """For each compute capability the (kernel, PTX) of everything that launch() launches. Called in a process whose target
-    is `compile`."""
-    _current.append({cc: [] for cc in capabilities})
+def compile_launches(
+    launch: Callable[[], object], capabilities=CAPABILITIES, optimize=CAPABILITIES
+) -> dict[tuple, list[tuple[str, str]]]:
+    """For each compute capability the (kernel, PTX) of everything that launch() launches. NVVM optimizes for those in
+    `optimize`; for the others it translates what is there, which takes half the time and fails where it would. Called in
+    a process whose target is `compile`."""
+    _current.append({(cc, 3 if cc in optimize else 0): [] for cc in capabilities})
     try:
         launch()
-        return _current[-1]
+        return {cc: found for (cc, _), found in _current[-1].items()}
     finally:
         _current.pop()
 
 
-def compile_version(version, capabilities=CAPABILITIES, shape: dict | None = None) -> dict[tuple, list[tuple[str, str]]]:
+def compile_version(
+    version, capabilities=CAPABILITIES, shape: dict | None = None, optimize=CAPABILITIES
+) -> dict[tuple, list[tuple[str, str]]]:
     """The same of the version's launcher at this shape (the op's small one unless given), where it can run."""
     import numpy as np
 
     arguments = version.op.make_arguments(np.random.default_rng(0), **(shape or version.op.small))
-    return compile_launches(lambda: version(*arguments.values()), [cc for cc in capabilities if cc >= version.needs_cc])
+    where = [cc for cc in capabilities if cc >= version.needs_cc]
+    return compile_launches(lambda: version(*arguments.values()), where, optimize)
 
 
 def compile_all(only: str = "") -> Iterator[Compiled]:

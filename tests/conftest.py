@@ -19,12 +19,21 @@ os.environ["LLM_NUMBA_TARGET"] = TARGET  # subprocesses need not look for a GPU 
 gc.set_threshold(100_000, 20, 100)  # compilers and the simulator make objects by the million, few of them in cycles
 
 
-def pytest_collection_modifyitems(items):
-    if TARGET != "gpu":
-        skip = pytest.mark.skip(reason="needs a CUDA GPU: run `make test-gpu` where there is one")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
+def pytest_collection_modifyitems(config, items):
+    """Where there is no GPU each test of it is skipped once, not for every version and shape."""
+    if TARGET == "gpu":
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU: run `make test-gpu` where there is one")
+    kept, again, seen = [], [], set()
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+            (again if item.function in seen else kept).append(item)
+            seen.add(item.function)
+        else:
+            kept.append(item)
+    config.hook.pytest_deselected(items=again)
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")
