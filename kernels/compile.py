@@ -89,14 +89,18 @@ def _ptx(dispatcher, signature: tuple, targets: tuple) -> list[str]:
         fastmath=fastmath,
         launch_bounds=options.get("launch_bounds"),
     )
+    modules = [_text(module) for module in dict.fromkeys(library.modules)]  # the kernel's, then its device functions'
     texts = []
     for cc, opt in targets:
         # numba compiles for the architecture-specific target (sm_90a) where the card has one; so do we
         arch = get_arch_option(*cc, "a" if cc >= (9, 0) else "")
-        texts.append(compile_ir(library.llvm_strs, arch=arch, opt=opt, fastmath=fastmath).decode().strip("\0").strip())
+        texts.append(compile_ir(modules, arch=arch, opt=opt, fastmath=fastmath).decode().strip("\0").strip())
     if any(".extern .func" in ptx for ptx in texts):  # numba would link a library then: such a kernel cannot be cached on disk
         raise TypeError(f"{dispatcher.py_func.__name__} calls a library's function (array.reshape in a kernel does)")
     return texts
+
+
+_text = functools.cache(str)  # of an LLVM module: a device function's is printed once
 
 
 def compile_launches(

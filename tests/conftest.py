@@ -20,7 +20,9 @@ gc.set_threshold(100_000, 20, 100)  # compilers and the simulator make objects b
 
 
 def pytest_collection_modifyitems(config, items):
-    """Where there is no GPU each test of it is skipped once, not for every version and shape."""
+    """What compiles goes first: so one worker does it all, whose process knows the device functions by then. And where there
+    is no GPU each test of it is skipped once, not for every version and shape."""
+    items.sort(key=lambda item: "compiler" not in item.fixturenames)
     if TARGET == "gpu":
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU: run `make test-gpu` where there is one")
