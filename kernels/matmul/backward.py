@@ -10,6 +10,7 @@ version 8: the engine in fp32
 version 10: the engine in TF32 on the tensor cores (11 where an epilogue is fused)
 version 12: wgmma; what it wants the other way round is transposed first, the smaller operand
 version 13: wgmma fed by TMA, the same transposed first
+version 14: which stores dinp as well
 """
 
 import numpy as np
@@ -159,6 +160,12 @@ def matmul_backward_input13(dinp, dout, weight, *, stream=0):
     tma.multiply(dinp, dout, transpose(weight, stream), stream=stream)
 
 
+@matmul_backward_input.version(14, "wgmma fed and stored by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_backward_input14(dinp, dout, weight, *, stream=0):
+    """As matmul_backward_input0; C and OC multiples of 4."""
+    tma.multiply(dinp, dout, transpose(weight, stream), store_tiles=True, stream=stream)
+
+
 @matmul_gelu_backward_input.version(1, "two kernels: cuBLASLt, then our GELU's backward", precision="either", needs=cublas.missing)
 def matmul_gelu_backward_input1(dinp, dout, weight, pre, *, tf32=True, stream=0):
     """As matmul_gelu_backward_input0, any C."""
@@ -190,6 +197,14 @@ def matmul_gelu_backward_input12(dinp, dout, weight, pre, *, stream=0):
 def matmul_gelu_backward_input13(dinp, dout, weight, pre, *, stream=0):
     """As matmul_gelu_backward_input0; C and OC multiples of 4."""
     tma.multiply(dinp, dout, transpose(weight, stream), epilogue=engine.SLOPE, extra=pre, stream=stream)
+
+
+@matmul_gelu_backward_input.version(14, "wgmma fed and stored by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+def matmul_gelu_backward_input14(dinp, dout, weight, pre, *, stream=0):
+    """As matmul_gelu_backward_input0; C and OC multiples of 4."""
+    tma.multiply(
+        dinp, dout, transpose(weight, stream), epilogue=engine.SLOPE, extra=pre, store_tiles=True, stream=stream
+    )
 
 
 @cuda.jit(cache=True, fastmath=True)

@@ -28,6 +28,7 @@ from kernels.device import (
     cp_async_commit,
     cp_async_wait,
     cuda,
+    exp2_approx,
     float32,
     int32,
     int64,
@@ -36,6 +37,7 @@ from kernels.device import (
     load4,
     mma_tf32,
     multiprocessors,
+    rcp_approx,
     scratch,
     store2,
     store4,
@@ -86,6 +88,7 @@ class Tile:
 
 BK = 32  # floats: a row of a K-major tile is 128 bytes, all banks once
 ROOT = math.sqrt(2 / math.pi)  # of GELU
+GATE = -2 * ROOT * math.log2(math.e)
 PAD = 8  # floats between the rows of an M-major tile: lanes t = 0..3 read rows 0..3, and must not meet in a bank
 PAD_FP32 = 4  # with fp32 arithmetic it is the copies of 8 steps of 4 rows that must not
 
@@ -178,37 +181,15 @@ def copy_tile(m_major: bool, rows: int, threads: int, aligned: bool, tf32: bool)
 
 @cuda.jit(device=True, cache=True)
 def gelu_gate(x):
-    """0.5 * (1 + tanh(u)) is the logistic function of 2 u, with u = sqrt(2/pi) * (x + 0.044715 x^3)."""
-    return float32(1) / (float32(1) + math.exp(float32(-2 * ROOT) * (x + float32(0.044715) * x * x * x)))
+    """0.5 * (1 + tanh(u)) is the logistic function of 2 u, with u = sqrt(2/pi) * (x + 0.044715 x^3). The exponential is taken as
+    a power of two: seven instructions, where exp has to cut its argument into two parts first."""
+    return rcp_approx(float32(1) + exp2_approx(x * (float32(GATE) + float32(GATE * 0.044715) * x * x)))
 
 
 @functools.cache
-def epilogue_of(epilogue: int, width: int, aligned: bool):
-    """Three device functions for `width` neighbours of a row: load the bias, load the extra array, finish and store.
-
-    All loads of a tile come before its stores, or each would wait for the one before: the compiler cannot know that out is
-    another array.
-    """
-    has_bias = epilogue in (BIAS, BIAS_GELU, BIAS_RESIDUAL)
-    has_extra = epilogue in (BIAS_RESIDUAL, SLOPE, ADD)
-
-    @cuda.jit(device=True)
-    def load_bias(b, i, bias, column, N):
-        if has_bias:
-            for j in range(width):
-                if column + j < N:
-                    b[i + j] = bias[column + j]
-
-    @cuda.jit(device=True)
-    def load_extra(e, i, extra, row, column, rows, N):
-        if has_extra and row < rows:
-            if aligned and width == 4:
-                if column < N:
-                    e[i], e[i + 1], e[i + 2], e[i + 3] = load4(extra, int64(row) * N + column)
-            else:
-                for j in range(width):
-                    if column + j < N:
-                        e[i + j] = extra[row, column + j]
+def finished_of(epilogue: int):
+    """A device function: what becomes of a sum x, with its bias b and what stands in the extra array, e. (For BIAS_GELU: what
+    stands before the GELU.)"""
 
     @cuda.jit(device=True)
     def finished(x, b, e):
@@ -223,6 +204,41 @@ def epilogue_of(epilogue: int, width: int, aligned: bool):
             slope = float32(2 * ROOT) * (float32(1) + float32(3 * 0.044715) * e * e)
             return x * (gate + e * gate * (float32(1) - gate) * slope)
         return x
+
+    return finished
+
+
+@functools.cache
+def epilogue_of(epilogue: int, width: int, aligned: bool):
+    """Three device functions for `width` neighbours of a row: load the bias, load the extra array, finish and store.
+
+    All loads of a tile come before its stores, or each would wait for the one before: the compiler cannot know that out is
+    another array.
+    """
+    has_bias = epilogue in (BIAS, BIAS_GELU, BIAS_RESIDUAL)
+    has_extra = epilogue in (BIAS_RESIDUAL, SLOPE, ADD)
+    finished = finished_of(epilogue)
+
+    @cuda.jit(device=True)
+    def load_bias(b, i, bias, column, N):
+        if has_bias and aligned and width == 4:
+            if column < N:
+                b[i], b[i + 1], b[i + 2], b[i + 3] = load4(bias, column)
+        elif has_bias:
+            for j in range(width):
+                if column + j < N:
+                    b[i + j] = bias[column + j]
+
+    @cuda.jit(device=True)
+    def load_extra(e, i, extra, row, column, rows, N):
+        if has_extra and row < rows:
+            if aligned and width == 4:
+                if column < N:
+                    e[i], e[i + 1], e[i + 2], e[i + 3] = load4(extra, int64(row) * N + column)
+            else:
+                for j in range(width):
+                    if column + j < N:
+                        e[i + j] = extra[row, column + j]
 
     @cuda.jit(device=True)
     def store(out, extra, row, column, rows, N, x, b, e):

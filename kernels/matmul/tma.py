@@ -1,4 +1,4 @@
-"""The engine of version 13: wgmma again, fed by a warp that does nothing else, through the tensor memory accelerator.
+"""The engine of versions 13 and 14: wgmma again, fed by a warp that does nothing else, through the tensor memory accelerator.
 
     out (M,N) = a @ b, where a is (M,K) or, if a_m_major, (K,M) read as its transpose; and b.T is (N,K)
 
@@ -14,7 +14,8 @@ The accelerator rounds to TF32 as it copies, so that wgmma may take both operand
 M-major it is read into registers: TF32 wgmma takes K-major tiles only.
 
 b's tile holds its even rows first, then its odd ones. The sums that a lane gets, columns 2 t and 2 t + 1 of 8, then are
-columns 4 t to 4 t + 3 of out: 16 bytes.
+columns 4 t to 4 t + 3 of out: 16 bytes. Version 13 stores them as they are. In version 14 a warp leaves 16 rows of 32 columns in
+shared memory, for the accelerator to fetch while it goes on.
 """
 
 import functools
@@ -27,14 +28,26 @@ from kernels.device import (
     cuda,
     float32,
     int32,
+    int64,
     keep_compiled,
     multiprocessors,
     need,
     scratch,
+    store4,
     uint64,
 )
-from kernels.matmul.engine import BK, STORE, add_splits, best_splits, epilogue_of, is_aligned
-from kernels.matmul.wgmma import make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait
+from kernels.matmul.engine import (
+    BIAS_GELU,
+    BK,
+    STORE,
+    add_splits,
+    best_splits,
+    epilogue_of,
+    finished_of,
+    gelu_gate,
+    is_aligned,
+)
+from kernels.matmul.wgmma import fence_async, make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait
 from kernels.tma import (
     WORDS,
     address,
@@ -49,13 +62,16 @@ from kernels.tma import (
     mbarrier_expect,
     mbarrier_init,
     mbarrier_wait,
+    store_tile3,
+    stores_commit,
+    stores_wait,
     take_registers,
     tensor_maps,
 )
 
 CLUSTER = 1 if SIMULATE else 2  # blocks
 DOWN = 16  # clusters, one below the other, that walk along N together, so that L2 serves them
-RING = 208 * 1024  # bytes of shared memory for the stages
+SHARED = 226 * 1024  # bytes of shared memory that a block can have, less what aligning to 1024 may take
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,7 @@ class Tile:
     """Sizes that a kernel is compiled for."""
 
     BN: int = 256  # columns: 128, 192 or 256
+    buffers: int = 0  # 1 or 2 of 16 rows and 32 columns for each warp, if out is stored by TMA too
     groups: int = 2  # warp groups, each with 64 rows
 
     @property
@@ -76,7 +93,12 @@ class Tile:
 
     @property
     def stages(self) -> int:
-        return RING // (4 * self.stage)
+        return (SHARED - self.groups * self.buffers * 8192) // (4 * self.stage)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory a block."""
+        return 4 * self.stages * self.stage + self.groups * self.buffers * 8192
 
     @property
     def threads(self) -> int:
@@ -90,9 +112,10 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
     A_AT, SUMS, BARRIERS, BYTES = BN * BK, BN // 2, 2 * STAGES, 4 * tile.stage
     HALF, WARPS, ALL_RANKS = BN // 2, 4 * tile.groups, 2**CLUSTER - 1
     wgmma, wgmma_shared, wgmma_finish = make_wgmma(BN)
-    QUARTER, BIAS, EXTRA_QUARTER = BN // 64, BN // 4, BN // 8
-    BELOW = 4 if a_m_major else 8  # rows between a lane's two
-    load_bias, load_extra, store = epilogue_of(epilogue, 1 if transposed else 4, True)
+    BUFFERS, OTHER_BUFFERS = tile.buffers, max(tile.buffers - 1, 0)
+    BELOW, GAP = (4, 16) if a_m_major else (8, 8)  # rows from a lane's first to its second, from a warp's first 8 to its others
+    load_bias, load_extra, _ = epilogue_of(epilogue, 1 if transposed else 4, True)
+    finished = finished_of(epilogue)
 
     @cuda.jit(device=True)
     def locate(item, M, N, K, share):
@@ -106,6 +129,11 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
         start = part * share
         end = min(start + share, (K + int32(2 * BK - 1)) // int32(2 * BK) * int32(2 * BK))
         return row, place // height * int32(BN), start, end, part
+
+    @cuda.jit(device=True)
+    def next_of(stage, parity):
+        """Round the ring; each time round a barrier's phase has the other parity."""
+        return (stage + int32(1), parity) if stage < STAGES - 1 else (int32(0), parity ^ int32(1))
 
     @cuda.jit(device=True)
     def produce(shared, barriers, maps, M, N, K, share, items):
@@ -125,9 +153,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
                         copy_tile2(shared, at + A_AT + i * BK, maps, 0, row + i, k, barriers, stage)
                 else:
                     copy_tile2(shared, at + A_AT, maps, 0, k, row, barriers, stage)
-                stage += 1
-                if stage == STAGES:
-                    stage, parity = int32(0), parity ^ 1
+                stage, parity = next_of(stage, parity)
 
     @cuda.jit(device=True)
     def first_row():
@@ -175,57 +201,108 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
             mbarrier_arrive(barriers, STAGES + stage, lane)
 
     @cuda.jit(device=True)
-    def load_quarter(e, quarter, extra, row, column, part, M, N):
-        for j in range(QUARTER):
-            n = column + 16 * (quarter * QUARTER + j)
+    def load(b, e, c, bias, extra, row, column, part, M, N):
+        """What is added to the sums of columns 32 c to 32 c + 31."""
+        for q in range(2):
+            n = column + 32 * c + 16 * q
+            if not transposed:
+                load_bias(b, 4 * q, bias, n, N)
             for i in range(2):
                 if transposed:
-                    for c in range(4):
-                        load_extra(e, 8 * j + 4 * i + c, extra, part * N + n + c, row + BELOW * i, (part + 1) * N, M)
+                    for k in range(4):
+                        load_extra(e, 8 * q + 4 * i + k, extra, part * N + n + k, row + BELOW * i, (part + 1) * N, M)
                 else:
-                    load_extra(e, 8 * j + 4 * i, extra, part * M + row + BELOW * i, n, (part + 1) * M, N)
+                    load_extra(e, 8 * q + 4 * i, extra, part * M + row + BELOW * i, n, (part + 1) * M, N)
 
     @cuda.jit(device=True)
-    def store_quarter(sums, quarter, out, b, e, extra, row, column, part, M, N):
-        """A quarter of the columns: loops short enough for the compiler to unroll, or the sums would leave their registers."""
-        for j in range(QUARTER):
-            q = quarter * QUARTER + j
-            n = column + 16 * q
+    def put_rows(x, out, shared, maps, which, row, column, part, M, N, buffer):
+        """The lane's 16 bytes of two rows and two places, each to out."""
+        for q in range(2):
             for i in range(2):
-                s, f, k = 4 * q + 2 * i, 4 * q, 8 * j + 4 * i
-                x = sums[s], sums[s + HALF // 2], sums[s + 1], sums[s + HALF // 2 + 1]
-                if transposed:
-                    for c in range(4):
-                        store(out, extra, part * N + n + c, row + BELOW * i, (part + 1) * N, M, (x[c],), (x[c],), (e[k + c],))
-                else:
-                    store(
-                        out, extra, part * M + row + BELOW * i, n, (part + 1) * M, N,
-                        x, (b[f], b[f + 1], b[f + 2], b[f + 3]), (e[k], e[k + 1], e[k + 2], e[k + 3]),
-                    )  # fmt: skip
+                m, n, k = row + BELOW * i, column + 16 * q, 8 * q + 4 * i
+                if m < M and n < N:
+                    store4(out, int64(part * M + m) * N + n, x[k], x[k + 1], x[k + 2], x[k + 3])
 
     @cuda.jit(device=True)
-    def finish(sums, barriers, last, out, bias, extra, row, column, part, M, N):
-        """What is added to the sums comes while the last of them are under way, and then a quarter ahead."""
-        b = cuda.local.array(BIAS, float32)
-        e0 = cuda.local.array(EXTRA_QUARTER, float32)
-        e1 = cuda.local.array(EXTRA_QUARTER, float32)
+    def put_columns(x, out, shared, maps, which, row, column, part, M, N, buffer):
+        for q in range(2):
+            for i in range(2):
+                for k in range(4):
+                    m, n = row + BELOW * i, column + 16 * q + k
+                    if m < M and n < N:
+                        out[part * N + n, m] = x[8 * q + 4 * i + k]
+
+    @cuda.jit(device=True)
+    def put_tile(x, out, shared, maps, which, row, column, part, M, N, buffer):
+        """The warp's 16 rows of 32 columns into a buffer, and from there as two tiles."""
+        lane, warp = int32(cuda.threadIdx.x) & 31, int32(cuda.threadIdx.x) >> 5
+        at = STAGES * STAGE + (warp * BUFFERS + buffer) * (16 * BK)
+        if lane == 0:
+            stores_wait(OTHER_BUFFERS)
+        cuda.syncwarp()
+        r = (lane >> 4) * 8 + (lane >> 2 & 3) if a_m_major else lane >> 2  # of the lane's first row in the buffer
+        for q in range(2):
+            for i in range(2):
+                k, place = 8 * q + 4 * i, 4 * q + (lane & 3)
+                to = at + (r + BELOW * i) * BK + 4 * (place ^ (r + BELOW * i & 7))
+                store4(shared, to, x[k], x[k + 1], x[k + 2], x[k + 3])
+        fence_async()
+        cuda.syncwarp()
+        if lane == 0:
+            store_tile3(shared, at, maps, which, column, row, part)
+            store_tile3(shared, at + 8 * BK, maps, which, column, row + GAP, part)
+            stores_commit()
+
+    put = put_columns if transposed else put_tile if BUFFERS else put_rows
+
+    @cuda.jit(device=True)
+    def store(sums, c, b, e, shared, maps, out, extra, row, column, part, M, N):
+        """Columns 32 c to 32 c + 31, finished."""
+        x = cuda.local.array(16, float32)
+        for q in range(2):
+            for i in range(2):
+                s, k = 4 * (2 * c + q) + 2 * i, 8 * q + 4 * i
+                x[k], x[k + 1] = finished(sums[s], b[4 * q], e[k]), finished(sums[s + HALF // 2], b[4 * q + 1], e[k + 1])
+                x[k + 2] = finished(sums[s + 1], b[4 * q + 2], e[k + 2])
+                x[k + 3] = finished(sums[s + HALF // 2 + 1], b[4 * q + 3], e[k + 3])
+        column += 32 * c
+        if epilogue == BIAS_GELU:
+            put(x, extra, shared, maps, 3 * WORDS, row, column, part, M, N, 0)
+            for k in range(16):
+                x[k] *= gelu_gate(x[k])
+            put(x, out, shared, maps, 2 * WORDS, row, column, part, M, N, OTHER_BUFFERS)
+        else:
+            put(x, out, shared, maps, 2 * WORDS, row, column, part, M, N, c & OTHER_BUFFERS)
+
+    @cuda.jit(device=True)
+    def store_two(sums, c, b0, e0, b1, e1, shared, maps, out, bias, extra, row, column, part, M, N):
+        """Store 32 columns and the next 32. What is added to the next ones comes meanwhile. (No loop: if the compiler did not
+        unroll it, the sums would have to leave their registers.)"""
+        load(b1, e1, c + 1, bias, extra, row, column, part, M, N)
+        store(sums, c, b0, e0, shared, maps, out, extra, row, column, part, M, N)
+        if 32 * c + 64 < BN:
+            load(b0, e0, c + 2, bias, extra, row, column, part, M, N)
+        store(sums, c + 1, b1, e1, shared, maps, out, extra, row, column, part, M, N)
+
+    @cuda.jit(device=True)
+    def finish(sums, barriers, last, shared, maps, out, bias, extra, row, column, part, M, N):
+        b0 = cuda.local.array(8, float32)
+        b1 = cuda.local.array(8, float32)
+        e0 = cuda.local.array(16, float32)
+        e1 = cuda.local.array(16, float32)
         row, column = row + first_row(), column + 4 * (int32(cuda.threadIdx.x) & 3)
-        if not transposed:
-            for j in range(4 * QUARTER):
-                load_bias(b, 4 * j, bias, column + 16 * j, N)
-        load_quarter(e0, 0, extra, row, column, part, M, N)
+        load(b0, e0, 0, bias, extra, row, column, part, M, N)
         wgmma_finish(sums)
         release(barriers, last)
-        load_quarter(e1, 1, extra, row, column, part, M, N)
-        store_quarter(sums, 0, out, b, e0, extra, row, column, part, M, N)
-        load_quarter(e0, 2, extra, row, column, part, M, N)
-        store_quarter(sums, 1, out, b, e1, extra, row, column, part, M, N)
-        load_quarter(e1, 3, extra, row, column, part, M, N)
-        store_quarter(sums, 2, out, b, e0, extra, row, column, part, M, N)
-        store_quarter(sums, 3, out, b, e1, extra, row, column, part, M, N)
+        store_two(sums, 0, b0, e0, b1, e1, shared, maps, out, bias, extra, row, column, part, M, N)
+        store_two(sums, 2, b0, e0, b1, e1, shared, maps, out, bias, extra, row, column, part, M, N)
+        if BN > 128:
+            store_two(sums, 4, b0, e0, b1, e1, shared, maps, out, bias, extra, row, column, part, M, N)
+        if BN > 192:
+            store_two(sums, 6, b0, e0, b1, e1, shared, maps, out, bias, extra, row, column, part, M, N)
 
     @cuda.jit(device=True)
-    def consume(shared, barriers, out, bias, extra, M, N, K, share, items):
+    def consume(shared, barriers, maps, out, bias, extra, M, N, K, share, items):
         """A warp group makes its 64 rows of every tile of out."""
         sums = cuda.local.array(SUMS, float32)
         even = cuda.local.array(16, float32)  # fragments of a by turns: wgmma still reads the one while the other is loaded
@@ -241,20 +318,18 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
                 if k > start:
                     release(barriers, last)
                 last = stage
-                stage += 1
-                if stage == STAGES:
-                    stage, parity = int32(0), parity ^ 1
+                stage, parity = next_of(stage, parity)
                 mbarrier_wait(barriers, stage, parity)
                 multiply(sums, odd, shared, stage, 1)
                 wgmma_wait(1)
                 release(barriers, last)
                 last = stage
-                stage += 1
-                if stage == STAGES:
-                    stage, parity = int32(0), parity ^ 1
+                stage, parity = next_of(stage, parity)
             row_now, column_now, part_now = row, column, part
             row, column, start, end, part = locate(item + step, M, N, K, share)  # while the last products are under way
-            finish(sums, barriers, last, out, bias, extra, row_now, column_now, part_now, M, N)
+            finish(sums, barriers, last, shared, maps, out, bias, extra, row_now, column_now, part_now, M, N)
+        if BUFFERS and int32(cuda.threadIdx.x) & 31 == 0:
+            stores_wait(0)
 
     @cuda.jit(fastmath=True, launch_bounds=(THREADS, 1))
     def matmul_tma_kernel(out, maps, bias, extra, M, N, K, share, items):
@@ -272,7 +347,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
         cluster_sync()
         if thread < 32 * WARPS:
             take_registers(224)
-            consume(shared, barriers, out, bias, extra, M, N, K, share, items)
+            consume(shared, barriers, maps, out, bias, extra, M, N, K, share, items)
         else:
             give_registers(56)
             if thread == 32 * WARPS:
@@ -283,25 +358,27 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
     return keep_compiled(matmul_tma_kernel, tile, a_m_major, epilogue, transposed)
 
 
-def choose(M: int, N: int, K: int) -> tuple[Tile, int]:
+def choose(M: int, N: int, K: int, store_tiles: bool) -> tuple[Tile, int]:
     """The tile, and into how many parts to split K."""
-    rates = {256: 2.6e12, 192: 2.4e12, 128: 2.0e12}  # FLOPs a second of a multiprocessor
+    rates = {256: 2.7e12, 192: 2.45e12, 128: 1.85e12}  # FLOPs a second of a multiprocessor
     rows = ceil_div(M, 256) * 256
     timed = {BN: best_splits(rows, N, K, 128, BN, rate) for BN, rate in rates.items()}
     BN = min(timed, key=timed.get)
-    return Tile(BN), timed[BN][1]
+    return Tile(BN, store_tiles * (1 if BN == 192 else 2)), timed[BN][1]
 
 
 def multiply(
-    out, a, b, *, a_m_major=False, transposed=False, epilogue=STORE, bias=None, extra=None, tile=None, splits=None, stream=0
+    out, a, b, *, a_m_major=False, transposed=False, epilogue=STORE, bias=None, extra=None, store_tiles=False,
+    tile=None, splits=None, stream=0,
 ):  # fmt: skip
     """out (M,N), or (N,M) if transposed, = epilogue(a @ b): a is (M,K), or (K,M) if a_m_major; b.T is (N,K). bias: (N,), not if
-    transposed; extra: like out, what the epilogue reads or writes. Raises ShapeError unless M, N, K are multiples of 4."""
+    transposed; extra: like out, what the epilogue reads or writes; store_tiles: whether out leaves by TMA, not if transposed.
+    Raises ShapeError unless rows and channels are multiples of 4."""
     M, K = a.shape[::-1] if a_m_major else a.shape
     N = b.shape[0]
     bias, extra = out if bias is None else bias, out if extra is None else extra
     need(is_aligned(out, a, b, extra, bias) and N % 4 == 0, "needs channels in multiples of 4, in arrays aligned to 16 bytes")
-    chosen, parts = choose(M, N, K)
+    chosen, parts = choose(M, N, K, store_tiles)
     tile, splits = tile or chosen, splits or parts
     share = ceil_div(ceil_div(K, splits), 2 * BK) * 2 * BK
     splits = ceil_div(K, share)
@@ -310,10 +387,12 @@ def multiply(
     maps = tensor_maps(
         (address(a), a.shape[::-1], (a.shape[1],), (32, 32 if a_m_major else tile.BM), True),
         (address(b), (K, 2, N // 2), (K, 2 * K), (BK, 1, tile.BN // 2), True),
+        (address(target), (columns, rows, splits), (columns, rows * columns), (32, 8, 1), False),
+        (address(extra), (columns, rows, 1), (columns, rows * columns), (32, 8, 1), False),
     )
     items = ceil_div(M, CLUSTER * tile.BM) * ceil_div(N, tile.BN) * splits
     blocks = min(items, multiprocessors() // CLUSTER) * CLUSTER
-    launch = big_shared(kernel(tile, a_m_major, how, transposed), blocks, tile.threads, stream, 4 * tile.stages * tile.stage)
+    launch = big_shared(kernel(tile, a_m_major, how, transposed), blocks, tile.threads, stream, tile.shared)
     launch(target, maps, bias, extra, int32(M), int32(N), int32(K), int32(share), int32(items))
     if splits > 1:
         grid = ceil_div(rows * columns // 4, 256)
