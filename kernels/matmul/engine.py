@@ -3,13 +3,13 @@
     out (M,N) = a @ b, where a is (M,K) or, if a_m_major, (K,M) read as its transpose; and b.T is (N,K) or, if b_m_major, (K,N)
 
 Each block makes a BM x BN tile of out, each of its warps a WM x WN tile of that, walking along K in steps of BK. While the
-warps multiply one step, cp.async brings the next ones into shared memory. K-major tiles stand there as they came, a row 128
-bytes, their 16-byte chunks swizzled; M-major ones with rows padded by 32 bytes: no read meets another in a bank.
+warps multiply one step, cp.async brings the next ones into shared memory; at the end of a tile these are the first steps of
+the block's next tile. K-major tiles stand there as they came, a row 128 bytes, their 16-byte chunks swizzled; M-major ones
+with padded rows: no read meets another in a bank.
 
-A lane's elements of a fragment lie K apart or M apart in the definition of mma.m16n8k8. But a sum may be taken in any
-order, and rows of a tile may be dealt to lanes in any order, as long as a and b agree on the first and the store knows of
-the second. So lane 4 g + t takes, of 8 steps along K, the neighbouring 2 t and 2 t + 1, and of 32 rows the neighbouring
-4 g to 4 g + 3: it reads 8 bytes at a time of a K-major tile, 16 of an M-major one, and stores 16 of a row of out.
+On the tensor cores a lane's elements of a fragment lie 8 rows apart in the definition of mma.m16n8k8. But rows of a tile may
+be dealt to lanes in any order, as long as the store knows of it. So lane 4 g + t takes the neighbours 2 g and 2 g + 1 of 16:
+of an M-major tile it reads both at once, and of a row of out it has four neighbours, which it stores at once.
 """
 
 import functools
@@ -21,9 +21,7 @@ import numpy as np
 from kernels.device import (
     big_shared,
     ceil_div,
-    cp_async4,
     cp_async4_zfill,
-    cp_async16,
     cp_async16_zfill,
     cp_async_commit,
     cp_async_wait,
@@ -33,12 +31,14 @@ from kernels.device import (
     int32,
     int64,
     keep_compiled,
+    ldmatrix_x4,
     load2,
     load4,
     mma_tf32,
     multiprocessors,
     rcp_approx,
     scratch,
+    shared_limit,
     store2,
     store4,
 )  # fmt: skip
@@ -59,17 +59,30 @@ def round_tf32(x):
     return np.uint32(bits if bits & 0x7FFFFFFF > 0x7F800000 else bits + 0x1000).view(np.float32)
 
 
+@ptx("div.s32 $0, $1, $2;", returns=int32, takes=(int32, int32), pure=True)
+def quotient(x, y):
+    """x // y of two that are not negative, in 32 bits. Numba's own has 64, and is a function call."""
+    return x // y
+
+
+@ptx("add.f32 $0, $1, 0f00000000;", returns=float32, takes=(float32,), pure=True)
+def moved(x):
+    """x in another register: plus zero, which the compiler does not see through."""
+    return x
+
+
 @dataclass(frozen=True)
 class Tile:
     """Sizes that a kernel is compiled for."""
 
     BM: int = 128
     BN: int = 128
-    WM: int = 64  # a multiple of 32 (64 with fp32 arithmetic)
-    WN: int = 64  # 32 or 64
+    WM: int = 64  # a multiple of 16
+    WN: int = 64  # 32 or 64, on the tensor cores 48 as well
     stages: int = 3
     blocks: int = 2  # a multiprocessor holds
     tf32: bool = True
+    flops: float = 1e12  # a second, of a multiprocessor of an H200: what tiles are chosen by
 
     @property
     def threads(self) -> int:
@@ -89,94 +102,78 @@ class Tile:
 BK = 32  # floats: a row of a K-major tile is 128 bytes, all banks once
 ROOT = math.sqrt(2 / math.pi)  # of GELU
 GATE = -2 * ROOT * math.log2(math.e)
-PAD = 8  # floats between the rows of an M-major tile: lanes t = 0..3 read rows 0..3, and must not meet in a bank
+PAD = 8  # floats between the rows of an M-major tile: lanes t = 0..3 read rows t, and must not meet in a bank
 PAD_FP32 = 4  # with fp32 arithmetic it is the copies of 8 steps of 4 rows that must not
 
 
-
 @cuda.jit(device=True, cache=True)
-def swizzle(g, chunk):
-    """Where a row of a K-major tile keeps its chunk of 16 bytes, of eight; g: the row's number // 4, of which bits 0 to 2
-    count. The pairs of chunks that four neighbouring g keep are four different ones: what 16 lanes read fills 32 banks."""
-    return chunk ^ ((g & 3) << 1 | (g >> 2) & 1)
-
-
-@cuda.jit(device=True, cache=True)
-def in_tile(step):
-    """The row of an M-major tile for a step of K: 2 t + j of each 8 goes to t + 4 j."""
-    return step & 24 | (step & 1) << 2 | (step >> 1) & 3
+def swizzle(row, chunk):
+    """Where a row of a K-major tile keeps its chunk of 16 bytes, of eight. Of every second row of 16 all have another place:
+    what ldmatrix reads at once fills 32 banks."""
+    return chunk ^ (row >> 1) & 7
 
 
 @functools.cache
-def copy_tile(m_major: bool, rows: int, threads: int, aligned: bool, tf32: bool):
-    """A device function that starts to copy a tile of an operand, `rows` rows from `first` on and BK steps from k on, to
-    shared[at:]. What lies outside of the operand becomes zero; where nothing does, no copy has to ask."""
-    steps = threads * 4 // rows  # of an M-major tile a pass
-    passes = rows * BK // 4 // threads
+def copy_tile(m_major: bool, rows: int, threads: int, aligned: bool, tf32: bool, parts: int, swizzle=swizzle):
+    """A device function that starts to copy a part, 0 to parts - 1, of a tile of an operand, `rows` rows from `first` on and BK
+    steps from k on, to shared[at:]. Steps from `end` on become zero. Rows from `count` on repeat the last one, for nobody will
+    store what comes of them: that is cheaper than to ask."""
+    steps = 1 << (threads * 4 // rows).bit_length() - 1  # of an M-major tile a pass
+    passes = BK // steps if m_major else rows * BK // 4 // threads if tf32 else rows * 8 // threads
     PITCH = rows + (PAD if tf32 else PAD_FP32)
+    ROWS = threads // 8  # of a K-major tile a pass
 
     @cuda.jit(device=True)
-    def copy16(shared, to, source, start, valid, inside):
-        if inside:
-            cp_async16(shared, to, source, start)
-        else:
-            cp_async16_zfill(shared, to, source, start, valid)
-
-    @cuda.jit(device=True)
-    def copy_k_major(shared, at, source, first, k, count, K, end):
-        """source: (count, K). A thread's rows share their g, so that its places in shared memory differ by constants."""
+    def copy_k_major(shared, to, source, first, k, count, K, end, i):
+        """source: (count, K)."""
         thread = int32(cuda.threadIdx.x)
-        g, chunk = thread >> 3, thread & 7
-        row = (g & 7) * 4 + (g >> 3) * 32
-        to = at + row * BK + 4 * swizzle(g, chunk)
-        start = int64(first + row) * K + (k + 4 * chunk)
-        inside = aligned and first + rows <= count and k + BK <= end
-        for i in range(passes):
-            more = i % 4 + i // 4 * (threads // 2)
-            valid = first + row + more < count and k + 4 * chunk < end
-            if aligned:
-                copy16(shared, to + more * BK, source, start + more * K, valid, inside)
-            else:
-                for j in range(4):
-                    valid = first + row + more < count and k + 4 * chunk + j < end
-                    cp_async4_zfill(shared, to + more * BK + j, source, start + more * K + j, valid)
+        row, chunk = thread >> 3, thread & 7
+        step = int32(k + 4 * chunk)
+        start = int64(min(int32(first + row + i * ROWS), int32(count - 1))) * K + step
+        to = int32(to + (row + i * ROWS) * BK + 4 * swizzle(row + i * ROWS, chunk))
+        if aligned:
+            cp_async16_zfill(shared, to, source, start, step < end)
+        else:
+            for j in range(4):
+                cp_async4_zfill(shared, to + j, source, start + j, int32(step + j) < end)
 
     @cuda.jit(device=True)
-    def copy_m_major(shared, at, source, first, k, count, K, end):
+    def copy_m_major(shared, to, source, first, k, count, K, end, i):
         """source: (K, count)."""
         thread = int32(cuda.threadIdx.x)
-        step, column = thread // (rows // 4), thread % (rows // 4) * 4
-        to = at + (in_tile(step) if tf32 else step) * PITCH + column
-        start = int64(k + step) * count + (first + column)
-        inside = aligned and first + rows <= count and k + BK <= end
-        for i in range(passes):
-            more = i * steps
-            row = (in_tile(more) if tf32 else more) * PITCH
+        row, column = thread // (rows // 4) + i * steps, thread % (rows // 4) * 4
+        step, to = int32(k + row), int32(to + row * PITCH + column)
+        column = int32(first + column)
+        if steps * rows == threads * 4 or thread < steps * rows // 4:
             if aligned:
-                valid = k + step + more < end and first + column < count
-                copy16(shared, to + row, source, start + more * count, valid, inside)
+                cp_async16_zfill(shared, to, source, int64(step) * count + min(column, int32(count - 4)), step < end)
             else:
                 for j in range(4):
-                    valid = k + step + more < end and first + column + j < count
-                    cp_async4_zfill(shared, to + row + j, source, start + more * count + j, valid)
+                    at = min(int32(column + j), int32(count - 1))
+                    cp_async4_zfill(shared, to + j, source, int64(step) * count + at, step < end)
 
     @cuda.jit(device=True)
-    def copy_transposed(shared, at, source, first, k, count, K, end):
+    def copy_transposed(shared, to, source, first, k, count, K, end, i):
         """source: (count, K), kept as if it were M-major: 4 bytes a copy. A warp's are 8 steps of 4 rows, in 32 banks."""
         thread = int32(cuda.threadIdx.x)
-        row, step = thread >> 3, thread & 7
-        to = at + step * PITCH + row
-        start = int64(first + row) * K + (k + step)
-        inside = first + rows <= count and k + BK <= end
-        for i in range(0, rows, threads // 8):
-            for j in range(0, BK, 8):
-                if inside:
-                    cp_async4(shared, to + j * PITCH + i, source, start + i * K + j)
-                else:
-                    valid = first + row + i < count and k + step + j < end
-                    cp_async4_zfill(shared, to + j * PITCH + i, source, start + i * K + j, valid)
+        row, step = int32((thread >> 3) + i * ROWS), thread & 7
+        to = int32(to + step * PITCH + row)
+        step = int32(k + step)
+        start = int64(min(int32(first + row), int32(count - 1))) * K + step
+        for j in range(0, BK, 8):
+            cp_async4_zfill(shared, to + j * PITCH, source, start + j, int32(step + j) < end)
 
-    return copy_m_major if m_major else copy_k_major if tf32 else copy_transposed
+    copy_pass = copy_m_major if m_major else copy_k_major if tf32 else copy_transposed
+    EACH, WHOLE = ceil_div(passes, parts), passes % parts == 0
+
+    @cuda.jit(device=True)
+    def copy_part(shared, at, source, first, k, count, K, end, part):
+        for j in range(EACH):
+            i = int32(j * parts + part)
+            if WHOLE or i < passes:
+                copy_pass(shared, at, source, first, k, count, K, end, i)
+
+    return copy_part
 
 
 @cuda.jit(device=True, cache=True)
@@ -209,7 +206,7 @@ def finished_of(epilogue: int):
 
 
 @functools.cache
-def epilogue_of(epilogue: int, width: int, aligned: bool):
+def epilogue_of(epilogue: int, width: int, aligned: bool, apart: bool = False):
     """Three device functions for `width` neighbours of a row: load the bias, load the extra array, finish and store.
 
     All loads of a tile come before its stores, or each would wait for the one before: the compiler cannot know that out is
@@ -269,212 +266,288 @@ def epilogue_of(epilogue: int, width: int, aligned: bool):
                             y *= gelu_gate(y)
                         out[row, column + j] = y
 
-    return load_bias, load_extra, store
+    @cuda.jit(device=True)
+    def store_apart(out, extra, row, column, rows, N, x, b, e):
+        """The same for four. What is stored at once stands in four neighbouring registers; where sums are added up, an even and an
+        odd one should be read at a time. So sums are moved before the store, and there is no branch around the arithmetic."""
+        at, inside = int64(row) * N + column, row < rows and column < N
+        y0, y1 = finished(moved(x[0]), b[0], e[0]), finished(moved(x[1]), b[1], e[1])
+        y2, y3 = finished(moved(x[2]), b[2], e[2]), finished(moved(x[3]), b[3], e[3])
+        if epilogue == BIAS_GELU:
+            if inside:
+                store4(extra, at, y0, y1, y2, y3)
+            y0, y1, y2, y3 = y0 * gelu_gate(y0), y1 * gelu_gate(y1), y2 * gelu_gate(y2), y3 * gelu_gate(y3)
+        if inside:
+            store4(out, at, y0, y1, y2, y3)
+
+    return load_bias, load_extra, store_apart if apart and aligned and width == 4 else store
 
 
 @functools.cache
 def read_fragment(m_major: bool, rows: int, W: int):
-    """A device function: a warp's fragment of W rows from `first` on and 8 steps of K, rounded: fragment[2 * slot + step]."""
+    """A device function: a warp's fragment of W rows from `first` on and 8 steps of K. Of every 16 rows a lane gets four elements:
+    rows 2 g and 2 g + 1 of step t, and the same of step t + 4."""
 
     @cuda.jit(device=True)
-    def read_k_major(fragment, shared, at, first, eighth, g, t):
-        start = at + (first + 4 * g) * BK + 4 * swizzle(g, 2 * eighth + (t >> 1)) + 2 * (t & 1)
-        for i in range(W // 8):
-            x0, x1 = load2(shared, start + (i // 4 * 32 + i % 4) * BK)
-            fragment[2 * i] = round_tf32(x0)
-            fragment[2 * i + 1] = round_tf32(x1)
+    def read_k_major(fragment, shared, at, first, eighth, lane):
+        row = int32((lane & 7) << 1 | lane >> 3 & 1)
+        start = at + (first + row) * BK + 4 * swizzle(row, 2 * eighth + (lane >> 4))
+        for i in range(0, W // 4, 4):
+            x0, x1, x2, x3 = ldmatrix_x4(shared, start + 4 * i * BK)
+            fragment[i], fragment[i + 1], fragment[i + 2], fragment[i + 3] = x0, x1, x2, x3
 
     @cuda.jit(device=True)
-    def read_m_major(fragment, shared, at, first, eighth, g, t):
-        start = at + (8 * eighth + t) * (rows + PAD) + first + 4 * g
-        for i in range(W // 32):
-            for j in range(2):
-                x0, x1, x2, x3 = load4(shared, start + 4 * j * (rows + PAD) + 32 * i)
-                fragment[8 * i + j] = round_tf32(x0)
-                fragment[8 * i + j + 2] = round_tf32(x1)
-                fragment[8 * i + j + 4] = round_tf32(x2)
-                fragment[8 * i + j + 6] = round_tf32(x3)
+    def read_m_major(fragment, shared, at, first, eighth, lane):
+        start = at + (8 * eighth + (lane & 3)) * (rows + PAD) + first + 2 * (lane >> 2)
+        for i in range(0, W // 4, 4):
+            x0, x1 = load2(shared, start + 4 * i)
+            x2, x3 = load2(shared, start + 4 * i + 4 * (rows + PAD))
+            fragment[i], fragment[i + 1], fragment[i + 2], fragment[i + 3] = x0, x1, x2, x3
 
     return read_m_major if m_major else read_k_major
 
 
 @functools.cache
 def tensor_core(tile: "Tile", a_m_major: bool, b_m_major: bool, epilogue: int, aligned: bool):
-    """The two device functions of a warp on the tensor cores: multiply a step of BK, and store the sums."""
+    """Four device functions of a warp on the tensor cores: read 8 steps of both operands, round what was read of b, multiply
+    (which rounds a on the way, and the next b), and store a part of the sums."""
     WM, WN = tile.WM, tile.WN
+    A, B, SIZE_E = WM // 4, WN // 4, WM // 4
     read_a, read_b = read_fragment(a_m_major, tile.BM, WM), read_fragment(b_m_major, tile.BN, WN)
-    SIZE_A, SIZE_B, SIZE_E = WM // 4, WN // 4, WM // 2
-    load_bias, load_extra, store = epilogue_of(epilogue, 4, aligned)
+    load_bias, load_extra, store = epilogue_of(epilogue, 4, aligned, apart=True)
 
     @cuda.jit(device=True)
-    def multiply_eighth(sums, a, b):
-        for i in range(WM // 16):
+    def read(a, b, shared, at_a, at_b, row, column, first, k, lane):
+        """The eighth of a step that comes k after the first."""
+        read_a(a, shared, at_a, row, first + k, lane)
+        read_b(b, shared, at_b, column, first + k, lane)
+
+    @cuda.jit(device=True)
+    def round_some(b, first, end):
+        for k in range(first, end):
+            b[k] = round_tf32(b[k])
+
+    @cuda.jit(device=True)
+    def round_b(b):
+        round_some(b, 0, B)
+
+    @cuda.jit(device=True)
+    def multiply(sums, a, b, next_b):
+        """Roundings stand between products: in a row they would keep the tensor core waiting."""
+        for i in range(0, A, 4):
+            a0, a1, a2, a3 = round_tf32(a[i]), round_tf32(a[i + 1]), round_tf32(a[i + 2]), round_tf32(a[i + 3])
             for j in range(WN // 8):
-                c = (i * (WN // 8) + j) * 4
+                c, k = i * (WN // 8) + 4 * j, j // 2 * 4 + j % 2
                 sums[c], sums[c + 1], sums[c + 2], sums[c + 3] = mma_tf32(
-                    sums[c], sums[c + 1], sums[c + 2], sums[c + 3],
-                    a[4 * i], a[4 * i + 2], a[4 * i + 1], a[4 * i + 3], b[2 * j], b[2 * j + 1],
-                )  # fmt: skip
+                    sums[c], sums[c + 1], sums[c + 2], sums[c + 3], a0, a1, a2, a3, b[k], b[k + 2]
+                )
+            round_some(next_b, i * B // A, (i + 4) * B // A)
 
     @cuda.jit(device=True)
-    def multiply_step(sums, shared, at_a, at_b, row, column, lane):
-        """Two fragments of each operand by turns: the one is loaded while the other is multiplied."""
-        a0 = cuda.local.array(SIZE_A, float32)
-        a1 = cuda.local.array(SIZE_A, float32)
-        b0 = cuda.local.array(SIZE_B, float32)
-        b1 = cuda.local.array(SIZE_B, float32)
-        g, t = lane >> 2, lane & 3
-        read_a(a0, shared, at_a, row, 0, g, t)
-        read_b(b0, shared, at_b, column, 0, g, t)
-        read_a(a1, shared, at_a, row, 1, g, t)
-        read_b(b1, shared, at_b, column, 1, g, t)
-        multiply_eighth(sums, a0, b0)
-        read_a(a0, shared, at_a, row, 2, g, t)
-        read_b(b0, shared, at_b, column, 2, g, t)
-        multiply_eighth(sums, a1, b1)
-        read_a(a1, shared, at_a, row, 3, g, t)
-        read_b(b1, shared, at_b, column, 3, g, t)
-        multiply_eighth(sums, a0, b0)
-        multiply_eighth(sums, a1, b1)
-
-    @cuda.jit(device=True)
-    def store_fours(sums, j, out, bias, extra, row, column, rows, N, lane):
-        """Of each of the lane's rows, four of its eight columns of 32."""
+    def store_part(sums, part, out, bias, extra, row, column, rows, N, lane):
+        """Of 16 columns the lane's four, of half of its rows."""
         b = cuda.local.array(4, float32)
         e = cuda.local.array(SIZE_E, float32)
-        row, n = row + (lane >> 2) * 4, column + (lane & 3) * 8 + 32 * (j // 2) + 4 * (j % 2)
+        first, j = part % 2 * (WM // 16), part // 2
+        row, n = row + 2 * (lane >> 2), column + 4 * (lane & 3) + 16 * j
         load_bias(b, 0, bias, n, N)
-        for i in range(WM // 8):
-            load_extra(e, 4 * i, extra, row + 32 * (i // 4) + i % 4, n, rows, N)
-        for i in range(WM // 8):
-            c, k = (i // 2 * (WN // 8) + 4 * (j // 2)) * 4 + 2 * (i % 2) + j % 2, 4 * i
+        for k in range(WM // 16):
+            load_extra(e, 4 * k, extra, row + (first + k) // 2 * 16 + (first + k) % 2, n, rows, N)
+        for k in range(WM // 16):
+            c, i = ((first + k) // 2 * (WN // 8) + 2 * j) * 4 + (first + k) % 2 * 2, 4 * k
             store(
-                out, extra, row + 32 * (i // 4) + i % 4, n, rows, N, (sums[c], sums[c + 4], sums[c + 8], sums[c + 12]),
-                (b[0], b[1], b[2], b[3]), (e[k], e[k + 1], e[k + 2], e[k + 3]),
+                out, extra, row + (first + k) // 2 * 16 + (first + k) % 2, n, rows, N,
+                (sums[c], sums[c + 4], sums[c + 1], sums[c + 5]), (b[0], b[1], b[2], b[3]), (e[i], e[i + 1], e[i + 2], e[i + 3]),
             )  # fmt: skip
 
-    return multiply_step, store_fours
+    return read, round_b, multiply, store_part
 
 
 @functools.cache
 def fp32_core(tile: "Tile", epilogue: int, aligned: bool):
-    """The two device functions of a warp with fp32 arithmetic: lanes 8 x 4, each with its own rows and columns in fours."""
-    TM, TN = tile.WM // 8, tile.WN // 4
-    A_ROW, B_ROW, SIZE_E = tile.BM + PAD_FP32, tile.BN + PAD_FP32, 4 * TM
-    load_bias, load_extra, store = epilogue_of(epilogue, 4, aligned)
+    """The same four with fp32 arithmetic: lanes 4 x 8, each with its own rows and columns in fours; nothing is rounded."""
+    A, B = tile.WM // 4, tile.WN // 8  # rows and columns of a lane
+    A_ROW, B_ROW = tile.BM + PAD_FP32, tile.BN + PAD_FP32
+    load_bias, load_extra, store = epilogue_of(epilogue, 4, aligned, apart=True)
 
     @cuda.jit(device=True)
-    def read(a, b, shared, at_a, at_b):
-        for i in range(0, TM, 4):
-            a[i], a[i + 1], a[i + 2], a[i + 3] = load4(shared, at_a + 8 * i)
-        for j in range(0, TN, 4):
-            b[j], b[j + 1], b[j + 2], b[j + 3] = load4(shared, at_b + 4 * j)
+    def place(lane):
+        """(y, x) of 4 x 8: a lane and its neighbour (number ^ 1) have the same y, it and number ^ 2 the same x. Where that is so
+        a multiprocessor serves half a warp's reads of 16 bytes at once, else a quarter's."""
+        return lane >> 1 & 1 | lane >> 3 & 2, lane & 1 | lane >> 1 & 6
 
     @cuda.jit(device=True)
-    def add_products(sums, a, b):
-        for i in range(TM):
-            for j in range(TN):
-                sums[i * TN + j] += a[i] * b[j]
+    def read(a, b, shared, at_a, at_b, row, column, first, k, lane):
+        """One of 32 steps, k after the first: a constant distance."""
+        y, x = place(lane)
+        at_a = int32(at_a + row + 4 * y + first * A_ROW) + k * A_ROW
+        at_b = int32(at_b + column + 4 * x + first * B_ROW) + k * B_ROW
+        for i in range(0, A, 4):
+            a[i], a[i + 1], a[i + 2], a[i + 3] = load4(shared, at_a + 4 * i)
+        for j in range(0, B, 4):
+            b[j], b[j + 1], b[j + 2], b[j + 3] = load4(shared, at_b + 8 * j)
 
     @cuda.jit(device=True)
-    def two_steps(sums, a0, b0, a1, b1, shared, at_a, at_b):
-        """From the first step's elements in a0 and b0 to the third's: the one is read while the other is multiplied."""
-        read(a1, b1, shared, at_a + A_ROW, at_b + B_ROW)
-        add_products(sums, a0, b0)
-        read(a0, b0, shared, at_a + 2 * A_ROW, at_b + 2 * B_ROW)
-        add_products(sums, a1, b1)
+    def round_b(b):
+        pass
 
     @cuda.jit(device=True)
-    def multiply_step(sums, shared, at_a, at_b, row, column, lane):
-        a0 = cuda.local.array(TM, float32)
-        a1 = cuda.local.array(TM, float32)
-        b0 = cuda.local.array(TN, float32)
-        b1 = cuda.local.array(TN, float32)
-        at_a += row + (lane >> 2) * 4
-        at_b += column + (lane & 3) * 4
-        for _ in range(BK // 8):
-            read(a0, b0, shared, at_a, at_b)
-            two_steps(sums, a0, b0, a1, b1, shared, at_a, at_b)
-            two_steps(sums, a0, b0, a1, b1, shared, at_a + 2 * A_ROW, at_b + 2 * B_ROW)
-            two_steps(sums, a0, b0, a1, b1, shared, at_a + 4 * A_ROW, at_b + 4 * B_ROW)
-            read(a1, b1, shared, at_a + 7 * A_ROW, at_b + 7 * B_ROW)
-            add_products(sums, a0, b0)
-            add_products(sums, a1, b1)
-            at_a += 8 * A_ROW
-            at_b += 8 * B_ROW
+    def multiply(sums, a, b, next_b):
+        """There and back along b: an operand that the last multiply-add had too need not be read from its register again."""
+        for i in range(A):
+            for k in range(B):
+                j = k if i % 2 == 0 else B - 1 - k
+                sums[i * B + j] += a[i] * b[j]
 
     @cuda.jit(device=True)
-    def store_fours(sums, j, out, bias, extra, row, column, rows, N, lane):
-        """Of each of the lane's rows, four columns."""
+    def store_part(sums, part, out, bias, extra, row, column, rows, N, lane):
+        """Four rows and four columns of the lane's."""
         b = cuda.local.array(4, float32)
-        e = cuda.local.array(SIZE_E, float32)
-        row, n = row + (lane >> 2) * 4, column + (lane & 3) * 4 + 16 * j
+        e = cuda.local.array(16, float32)
+        y, x = place(lane)
+        i, j = part // (B // 4) * 4, part % (B // 4) * 4
+        row, n = row + 4 * y + 4 * i, column + 4 * x + 8 * j
         load_bias(b, 0, bias, n, N)
-        for i in range(TM):
-            load_extra(e, 4 * i, extra, row + i // 4 * 32 + i % 4, n, rows, N)
-        for i in range(TM):
-            c, k = i * TN + 4 * j, 4 * i
+        for k in range(4):
+            load_extra(e, 4 * k, extra, row + k, n, rows, N)
+        for k in range(4):
+            c = (i + k) * B + j
             store(
-                out, extra, row + i // 4 * 32 + i % 4, n, rows, N, (sums[c], sums[c + 1], sums[c + 2], sums[c + 3]),
-                (b[0], b[1], b[2], b[3]), (e[k], e[k + 1], e[k + 2], e[k + 3]),
+                out, extra, row + k, n, rows, N, (sums[c], sums[c + 1], sums[c + 2], sums[c + 3]),
+                (b[0], b[1], b[2], b[3]), (e[4 * k], e[4 * k + 1], e[4 * k + 2], e[4 * k + 3]),
             )  # fmt: skip
 
-    return multiply_step, store_fours
+    return read, round_b, multiply, store_part
 
 
-GROUP = 8  # rows of blocks that walk along N together, so that L2 serves them
+GROUP = 8  # rows of tiles that blocks walk along together, so that L2 serves them
 
 
 @functools.cache
 def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_aligned: bool, epilogue: int, out_aligned: bool):
-    BM, BN, WM, WN, STAGES = tile.BM, tile.BN, tile.WM, tile.WN, tile.stages
+    BM, BN, WM, WN, STAGES, TF32 = tile.BM, tile.BN, tile.WM, tile.WN, tile.stages, tile.tf32
     A_SIZE, STAGE = tile.size(BM, a_m_major), tile.size(BM, a_m_major) + tile.size(BN, b_m_major)
     SUMS, AHEAD = WM * WN // 32, STAGES - 2
-    copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned, tile.tf32)
-    copy_b = copy_tile(b_m_major, BN, tile.threads, b_aligned, tile.tf32)
-    if tile.tf32:
-        multiply_step, store_fours = tensor_core(tile, a_m_major, b_m_major, epilogue, out_aligned)
+    if TF32:  # a step of BK is multiplied in SLICES, UNROLL of them in a row, and copied in PARTS
+        A, B, SLICES, UNROLL, PARTS, STORES = WM // 4, WN // 4, BK // 8, 4, 4, WN // 8
+        read, round_b, multiply, store_part = tensor_core(tile, a_m_major, b_m_major, epilogue, out_aligned)
     else:
-        multiply_step, store_fours = fp32_core(tile, epilogue, out_aligned)
+        A, B, SLICES, UNROLL, PARTS, STORES = WM // 4, WN // 8, BK, 8, 8, SUMS // 16
+        read, round_b, multiply, store_part = fp32_core(tile, epilogue, out_aligned)
+    EACH = PARTS * UNROLL // SLICES
+    copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned, TF32, PARTS)
+    copy_b = copy_tile(b_m_major, BN, tile.threads, b_aligned, TF32, PARTS)
+
+    @cuda.jit(device=True)
+    def locate(item, M, N, K, share):
+        """Of this item of work: the first row and column of its tile, its first step of K, and the end of its steps. After the
+        last item: a place where there is nothing to copy."""
+        across, down = quotient(N + BN - 1, BN), quotient(M + BM - 1, BM)
+        split = quotient(item, across * down)
+        tile = int32(item - split * across * down)
+        group = quotient(tile, GROUP * across)
+        tile = int32(tile - group * GROUP * across)
+        height = min(int32(down - group * GROUP), int32(GROUP))
+        column = quotient(tile, height)
+        row = int32(group * GROUP + tile - column * height)
+        start = int32(split * share)
+        return int32(row * BM), int32(column * BN), start, int32(min(start + share, K) if start < K else start)
+
+    @cuda.jit(device=True)
+    def copy(shared, stage, a, b, where, M, N, K, part):
+        row, column, k, end = where
+        copy_a(shared, stage, a, row, k, M, K, end, part)
+        copy_b(shared, int32(stage + A_SIZE), b, column, k, N, K, end, part)
+
+    @cuda.jit(device=True)
+    def step_on(item, where, M, N, K, share):
+        """The copies' item, and where in it, a step later."""
+        row, column, k, end = where
+        k = int32(k + BK)
+        if k < end:
+            return item, (row, column, k, end)
+        item = int32(item + cuda.gridDim.x)
+        return item, locate(item, M, N, K, share)
+
+    @cuda.jit(device=True)
+    def slice_on(sums, a, b, next_a, next_b, shared, now, row, column, s, k, lane):
+        """Read slice s + k, and multiply the one before."""
+        read(next_a, next_b, shared, now, now + A_SIZE, row, column, s, k, lane)
+        multiply(sums, a, b, next_b)
+
+    @cuda.jit(device=True)
+    def store_sums(sums, out, bias, extra, row, column, rows, N, lane):
+        """Written out: the compiler might not unroll a loop, and then the sums would have to leave their registers."""
+        store_part(sums, 0, out, bias, extra, row, column, rows, N, lane)
+        store_part(sums, 1, out, bias, extra, row, column, rows, N, lane)
+        if STORES > 2:
+            store_part(sums, 2, out, bias, extra, row, column, rows, N, lane)
+            store_part(sums, 3, out, bias, extra, row, column, rows, N, lane)
+        if STORES > 4:
+            store_part(sums, 4, out, bias, extra, row, column, rows, N, lane)
+            store_part(sums, 5, out, bias, extra, row, column, rows, N, lane)
+        if STORES > 6:
+            store_part(sums, 6, out, bias, extra, row, column, rows, N, lane)
+            store_part(sums, 7, out, bias, extra, row, column, rows, N, lane)
 
     @cuda.jit(fastmath=True, launch_bounds=(tile.threads, tile.blocks))
-    def matmul_kernel(out, a, b, bias, extra, M, N, K, share):
-        """out (M,N), or (splits * M, N): block (x, y) adds up `share` steps of K from y * share on."""
+    def matmul_kernel(out, a, b, bias, extra, M, N, K, share, items):
+        """out (M,N), or (splits * M, N), one below the other for each part of K. An item of work is a tile of out and `share` steps
+        of K. The copies are STAGES - 1 steps ahead, across the borders of items too."""
         shared = cuda.shared.array(0, float32, alignment=16)
         sums = cuda.local.array(SUMS, float32)
-        for i in range(SUMS):
-            sums[i] = float32(0)
+        a0 = cuda.local.array(A, float32)  # two fragments of each operand: the one is read while the other is multiplied
+        b0 = cuda.local.array(B, float32)
+        a1 = cuda.local.array(A, float32)
+        b1 = cuda.local.array(B, float32)
         lane, warp = int32(cuda.threadIdx.x) & 31, int32(cuda.threadIdx.x) >> 5
-        warp_row, warp_column = warp // (BN // WN) * WM, warp % (BN // WN) * WN
-        block, split = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
-        across = (N + int32(BN - 1)) // int32(BN)
-        top = block // (GROUP * across) * GROUP
-        height = min((M + int32(BM - 1)) // int32(BM) - top, GROUP)
-        first_row = (top + block % (GROUP * across) % height) * BM
-        first_column = block % (GROUP * across) // height * BN
-
-        start = split * share
-        end = min(start + share, K)
+        x, y = int32(warp % (BN // WN) * WN), int32(warp // (BN // WN) * WM)  # where the warp's part of the tile begins
+        item_ahead = int32(cuda.blockIdx.x)
+        ahead = locate(item_ahead, M, N, K, share)
         for stage in range(STAGES - 1):
-            copy_a(shared, stage * STAGE, a, first_row, start + stage * BK, M, K, end)
-            copy_b(shared, stage * STAGE + A_SIZE, b, first_column, start + stage * BK, N, K, end)
+            for part in range(PARTS):
+                copy(shared, int32(stage * STAGE), a, b, ahead, M, N, K, int32(part))
             cp_async_commit()
+            item_ahead, ahead = step_on(item_ahead, ahead, M, N, K, share)
         now, next = int32(0), int32((STAGES - 1) * STAGE)
-        for k in range(start, end, int32(BK)):
-            cp_async_wait(AHEAD)
-            cuda.syncthreads()
-            copy_a(shared, next, a, first_row, k + (STAGES - 1) * BK, M, K, end)
-            copy_b(shared, next + A_SIZE, b, first_column, k + (STAGES - 1) * BK, N, K, end)
-            cp_async_commit()
-            multiply_step(sums, shared, now, now + A_SIZE, warp_row, warp_column, lane)
-            next = now
-            now = now + STAGE if now < (STAGES - 1) * STAGE else 0
-        row, column, rows = split * M + first_row + warp_row, first_column + warp_column, (split + 1) * M
-        store_fours(sums, 0, out, bias, extra, row, column, rows, N, lane)  # no loop: the compiler might not unroll it, and
-        store_fours(sums, 1, out, bias, extra, row, column, rows, N, lane)  # then the sums would have to leave their registers
-        if WN == 64:
-            store_fours(sums, 2, out, bias, extra, row, column, rows, N, lane)
-            store_fours(sums, 3, out, bias, extra, row, column, rows, N, lane)
+        cp_async_wait(AHEAD)
+        cuda.syncthreads()
+        read(a0, b0, shared, now, now + A_SIZE, y, x, int32(0), 0, lane)
+        round_b(b0)
+        for item in range(int32(cuda.blockIdx.x), items, int32(cuda.gridDim.x)):
+            row, column, start, end = locate(item, M, N, K, share)
+            for i in range(SUMS):
+                sums[i] = float32(0)
+            for _ in range(start, end, int32(BK)):
+                for s in range(int32(0), int32(SLICES), int32(UNROLL)):
+                    part = int32(s // UNROLL * EACH)
+                    copy(shared, next, a, b, ahead, M, N, K, part)
+                    slice_on(sums, a0, b0, a1, b1, shared, now, y, x, s, 1, lane)
+                    if TF32:
+                        copy(shared, next, a, b, ahead, M, N, K, int32(part + 1))
+                    slice_on(sums, a1, b1, a0, b0, shared, now, y, x, s, 2, lane)
+                    if not TF32:
+                        slice_on(sums, a0, b0, a1, b1, shared, now, y, x, s, 3, lane)
+                        slice_on(sums, a1, b1, a0, b0, shared, now, y, x, s, 4, lane)
+                        slice_on(sums, a0, b0, a1, b1, shared, now, y, x, s, 5, lane)
+                        slice_on(sums, a1, b1, a0, b0, shared, now, y, x, s, 6, lane)
+                    copy(shared, next, a, b, ahead, M, N, K, int32(part + EACH // 2))
+                    slice_on(sums, a0, b0, a1, b1, shared, now, y, x, s, UNROLL - 1, lane)
+                    if TF32:
+                        copy(shared, next, a, b, ahead, M, N, K, int32(part + 3))
+                    if s == SLICES - UNROLL:  # the step is over but for its last slice, which is in registers
+                        cp_async_commit()
+                        item_ahead, ahead = step_on(item_ahead, ahead, M, N, K, share)
+                        next = now
+                        now = int32(now + STAGE if now < (STAGES - 1) * STAGE else 0)
+                        cp_async_wait(AHEAD)
+                        cuda.syncthreads()
+                        read(a0, b0, shared, now, now + A_SIZE, y, x, int32(0), 0, lane)
+                    else:
+                        read(a0, b0, shared, now, now + A_SIZE, y, x, s, UNROLL, lane)
+                    multiply(sums, a1, b1, b0)
+            part = quotient(start, share) * M
+            store_sums(sums, out, bias, extra, part + row + y, column + x, part + M, N, lane)
 
     return keep_compiled(matmul_kernel, tile, a_m_major, b_m_major, a_aligned, b_aligned, epilogue, out_aligned)
 
@@ -508,29 +581,45 @@ def add_splits(epilogue: int, aligned: bool):
     return keep_compiled(add_splits_kernel, epilogue, aligned)
 
 
-def best_splits(M: int, N: int, K: int, BM: int, BN: int, flops: float) -> tuple[float, int]:
+def best_splits(
+    M: int, N: int, K: int, BM: int, BN: int, flops: float, blocks: int = 1, most: int = 8
+) -> tuple[float, int]:  # fmt: skip
     """(seconds, splits): into how many parts to split K so that all multiprocessors have their share of the work, where one of
-    them does `flops` a second and adding the parts up moves them at 3 TB/s. On another card the ratio is much the same."""
-    blocks, places = ceil_div(M, BM) * ceil_div(N, BN), multiprocessors()
+    them, with `blocks` blocks, does `flops` a second and adding the parts up moves them at 3 TB/s. On another card the ratio
+    is much the same."""
+    tiles, places = ceil_div(M, BM) * ceil_div(N, BN), blocks * multiprocessors()
 
     def seconds(splits):
-        work = ceil_div(blocks * splits, places) * 2 * BM * BN * K / splits / flops
+        work = blocks * ceil_div(tiles * splits, places) * 2 * BM * BN * K / splits / flops
         return work + (splits > 1) * (3e-6 + (2 * splits + 1) * 4 * M * N / 3e12)
 
-    return min((seconds(splits), splits) for splits in range(1, 9) if splits == 1 or K >= splits * 4 * BK)
+    return min((seconds(splits), splits) for splits in range(1, most + 1) if splits == 1 or K >= splits * 4 * BK)
 
 
-FP32, TF32, SMALL, SMALL_FP32 = (
-    Tile(128, 128, 64, 32, 3, 2, tf32=False), Tile(), Tile(64, 64, 32, 32, 3, 4), Tile(64, 64, 64, 32, 3, 4, tf32=False)
+# The tiles to choose from, the small one last. A number of columns for which the large tiles leave the last round of blocks half
+# empty often suits the next.
+TF32_TILES = (
+    Tile(256, 128, stages=4, blocks=1, flops=1.7e12),
+    Tile(256, 96, WN=48, stages=4, blocks=1, flops=1.5e12),
+    Tile(128, 128, flops=1.5e12),
+    Tile(64, 64, 32, 32, blocks=4),
+)  # fmt: skip
+FP32_TILES = (
+    Tile(128, 128, tf32=False, flops=0.40e12),
+    Tile(96, 128, WM=48, tf32=False, flops=0.37e12),
+    Tile(64, 64, 32, 32, blocks=4, tf32=False),
 )  # fmt: skip
 
 
-def choose(M: int, N: int, K: int, tf32: bool) -> tuple[Tile, int]:
-    """The tile, and into how many parts to split K."""
-    if M * N <= 128 * 128:
-        return SMALL if tf32 else SMALL_FP32, 1
-    tile = TF32 if tf32 else FP32
-    return tile, best_splits(M, N, K, tile.BM, tile.BN, 1.2e12 if tf32 else 0.36e12)[1]
+def choose(M: int, N: int, K: int, a_m_major: bool, b_m_major: bool, tf32: bool) -> tuple[Tile, int]:
+    """The tile, and into how many parts to split K: what takes the least time, of what fits into shared memory."""
+    *tiles, small = TF32_TILES if tf32 else FP32_TILES
+    fitting = [tile for tile in tiles if tile.shared(a_m_major, b_m_major) <= shared_limit()]
+    if M * N <= 128 * 128 or not fitting:
+        return small, 1
+    times = {tile: best_splits(M, N, K, tile.BM, tile.BN, tile.flops, tile.blocks, 12) for tile in fitting}
+    tile = min(times, key=times.get)
+    return tile, times[tile][1]
 
 
 def is_aligned(*arrays) -> bool:
@@ -547,16 +636,18 @@ def multiply(
     (M,N), what the epilogue reads or writes."""
     M, N = out.shape
     K = a.shape[0] if a_m_major else a.shape[1]
-    chosen, parts = choose(M, N, K, tf32)
-    tile, splits = tile or chosen, splits or parts
+    chosen, parts = choose(M, N, K, a_m_major, b_m_major, tf32)
+    tile = tile or chosen
+    share = ceil_div(ceil_div(K, splits or parts), BK) * BK
+    splits = ceil_div(K, share)
     bias, extra = out if bias is None else bias, out if extra is None else extra
     aligned = is_aligned(out, extra) and is_aligned(bias)
     target, how = (out, (epilogue, aligned)) if splits == 1 else (scratch("matmul parts", (splits * M, N)), (STORE, N % 4 == 0))
     run = kernel(tile, a_m_major, b_m_major, is_aligned(a), is_aligned(b), *how)
-    share = ceil_div(ceil_div(K, splits), BK) * BK
-    blocks = ceil_div(M, tile.BM) * ceil_div(N, tile.BN)
-    launch = big_shared(run, (blocks, splits), tile.threads, stream, tile.shared(a_m_major, b_m_major))
-    launch(target, a, b, bias, extra, int32(M), int32(N), int32(K), int32(share))
+    items = ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * splits
+    grid = min(items, tile.blocks * multiprocessors())
+    launch = big_shared(run, grid, tile.threads, stream, tile.shared(a_m_major, b_m_major))
+    launch(target, a, b, bias, extra, int32(M), int32(N), int32(K), int32(share), int32(items))
     if splits > 1:
         threads = M * N // 4 if aligned else M * N
         grid = ceil_div(threads, 256)

@@ -17,7 +17,6 @@ import numpy as np
 import cpu_reference
 from kernels import cublas
 from kernels.device import (
-    FULL_MASK,
     big_shared,
     ceil_div,
     cp_async_commit,
@@ -225,12 +224,18 @@ def trimat_forward3(preatt, qkv, NH, *, stream=0):
 
 
 # Versions 4 and 5 -----------------------------------------------------------------------------------------------------
-# The tiles in shared memory are those of the matmul's engine: a row 32 channels, 128 bytes, its eight pieces of 16 bytes
-# swizzled, for either arithmetic. Two steps of 32 channels are there at a time, which with a head of 64 is all.
+# The tiles in shared memory are like those of the matmul's engine: a row 32 channels, 128 bytes, its eight pieces of 16 bytes
+# swizzled, for either arithmetic in its own way. Two steps of 32 channels are there at a time, which with a head of 64 is all.
 
 BK = engine.BK
 FP32 = engine.Tile(TILE, TILE, 32, 64, stages=2, blocks=2)
 TF32 = engine.Tile(TILE, TILE, 64, 64, stages=2, blocks=2)
+
+
+@cuda.jit(device=True, cache=True)
+def swizzle(row, piece):
+    """Where a row keeps a piece, for version 4: lanes read rows that are 4 apart, so each four rows have another place."""
+    return piece ^ (row >> 2) & 7
 
 
 @cuda.jit(device=True, cache=True)
@@ -252,15 +257,16 @@ def multiply_fp32(sums, shared, at_q, at_k, row, column, lane, pieces):
     at_q += (row + 4 * y) * BK
     at_k += (column + 4 * x) * BK
     for piece in range(pieces):
-        start = at_k + 4 * engine.swizzle(x, piece)
+        start = at_k + 4 * swizzle(4 * x, piece)
         for j in range(8):
             b[j, 0], b[j, 1], b[j, 2], b[j, 3] = load4(shared, start + (j // 4 * 32 + j % 4) * BK)
-        start = at_q + 4 * engine.swizzle(y, piece)
+        start = at_q + 4 * swizzle(4 * y, piece)
         a[0, 0], a[0, 1], a[0, 2], a[0, 3] = load4(shared, start)
         for i in range(8):
             now, next = i % 2, (i + 1) % 2
             if i < 7:
-                start = at_q + 4 * engine.swizzle(y + (i + 1) // 4 * 4, piece) + ((i + 1) // 4 * 16 + (i + 1) % 4) * BK
+                more = (i + 1) // 4 * 16
+                start = at_q + 4 * swizzle(4 * y + more, piece) + (more + (i + 1) % 4) * BK
                 a[next, 0], a[next, 1], a[next, 2], a[next, 3] = load4(shared, start)
             for c in range(4):
                 for j in range(8):
@@ -270,11 +276,24 @@ def multiply_fp32(sums, shared, at_q, at_k, row, column, lane, pieces):
 @functools.cache
 def multiply_tf32():
     """A device function: multiply_fp32 on the tensor cores for a warp's tile of 64 x 64, always a whole step."""
-    multiply_step, _ = engine.tensor_core(TF32, False, False, engine.STORE, True)
+    read, round_b, multiply_slice, _ = engine.tensor_core(TF32, False, False, engine.STORE, True)
+    A, B = TF32.WM // 4, TF32.WN // 4
 
     @cuda.jit(device=True)
     def multiply(sums, shared, at_q, at_k, row, column, lane, pieces):
-        multiply_step(sums, shared, at_q, at_k, row, column, lane)
+        a0 = cuda.local.array(A, float32)
+        b0 = cuda.local.array(B, float32)
+        a1 = cuda.local.array(A, float32)
+        b1 = cuda.local.array(B, float32)
+        read(a0, b0, shared, at_q, at_k, row, column, 0, 0, lane)
+        round_b(b0)
+        read(a1, b1, shared, at_q, at_k, row, column, 0, 1, lane)
+        multiply_slice(sums, a0, b0, b1)
+        read(a0, b0, shared, at_q, at_k, row, column, 0, 2, lane)
+        multiply_slice(sums, a1, b1, b0)
+        read(a1, b1, shared, at_q, at_k, row, column, 0, 3, lane)
+        multiply_slice(sums, a0, b0, b1)
+        multiply_slice(sums, a1, b1, b0)
 
     return multiply
 
@@ -326,31 +345,24 @@ def store_fp32(aligned: bool):
 
 @functools.cache
 def store_tf32(aligned: bool):
-    """A device function that stores what the engine's tensor_core has added up: of 32 x 32 elements lane 4 g + t has rows
-    4 g to 4 g + 3 of columns 8 t to 8 t + 7. Neighbouring lanes swap half of a row of theirs, so that the two together
-    store 32 neighbouring bytes, a sector, at once."""
+    """A device function that stores what the engine's tensor_core has added up: of 16 x 16 elements lane 4 g + t has rows 2 g and
+    2 g + 1 of columns 4 t to 4 t + 3."""
     store = store_four(aligned)
     M, N = TF32.WM // 8, TF32.WN // 8
 
     @cuda.jit(device=True)
     def store_sums(preatt, start, row, column, T, sums, scale, lane):
-        x = cuda.local.array(4, float32)
-        y = cuda.local.array(4, float32)
-        odd = lane & 1
-        row, column = int32(row + (lane >> 2) * 4), int32(column + 16 * (lane >> 1 & 1) + 4 * odd)
+        row, column = int32(row + 2 * (lane >> 2)), int32(column + 4 * (lane & 3))
         at = start + int64(row) * T + column
         for i in range(M):
-            more = i // 4 * 32 + i % 4
+            more = i // 2 * 16 + i % 2
             left = int32(row - column + 1 + more if row + more < T else 0)
-            for j in range(N // 4):
-                c = (i // 2 * N + 4 * j) * 4 + 2 * (i % 2)
-                for k in range(4):
-                    first, second = sums[c + 4 * k] * scale, sums[c + 4 * k + 1] * scale
-                    swapped = cuda.shfl_xor_sync(FULL_MASK, first if odd else second, 1)
-                    x[k] = swapped if odd else first
-                    y[k] = second if odd else swapped
-                store(preatt, at + more * T + 32 * j, left - 32 * j, x[0], x[1], x[2], x[3])
-                store(preatt, at + more * T + 32 * j + 8, left - 32 * j - 8, y[0], y[1], y[2], y[3])
+            for j in range(N // 2):
+                c = (i // 2 * N + 2 * j) * 4 + 2 * (i % 2)
+                store(
+                    preatt, at + more * T + 16 * j, left - 16 * j,
+                    sums[c] * scale, sums[c + 4] * scale, sums[c + 1] * scale, sums[c + 5] * scale,
+                )  # fmt: skip
 
     return store_sums
 
@@ -360,7 +372,7 @@ def tile_kernel(tile: engine.Tile, tf32: bool, qkv_aligned: bool, preatt_aligned
     """The kernel of version 4, or with tf32 of version 5."""
     WM, WN, SUMS = tile.WM, tile.WN, tile.WM * tile.WN // 32
     ROWS, STAGE, WHOLE = TILE * BK, 2 * TILE * BK, BK // 4
-    copy = engine.copy_tile(False, TILE, tile.threads, qkv_aligned, True)
+    copy = engine.copy_tile(False, TILE, tile.threads, qkv_aligned, True, 1, engine.swizzle if tf32 else swizzle)
     multiply = multiply_tf32() if tf32 else multiply_fp32
     store_sums = store_tf32(preatt_aligned) if tf32 else store_fp32(preatt_aligned)
 
@@ -383,8 +395,8 @@ def tile_kernel(tile: engine.Tile, tf32: bool, qkv_aligned: bool, preatt_aligned
         for start in range(0, hs, 2 * BK):
             for step in range(2):
                 c = start + step * BK
-                copy(shared, step * STAGE, qkv, b + first_row, q + c, b + T, width, q + hs)
-                copy(shared, step * STAGE + ROWS, qkv, b + first_column, k + c, b + T, width, k + hs)
+                copy(shared, step * STAGE, qkv, b + first_row, q + c, b + T, width, q + hs, 0)
+                copy(shared, step * STAGE + ROWS, qkv, b + first_column, k + c, b + T, width, k + hs, 0)
                 cp_async_commit()
             pieces = int32((hs - start + 3) // 4)
             cp_async_wait(1)
