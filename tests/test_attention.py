@@ -11,10 +11,13 @@ from kernels.check import Problem, check, is_right, relative_error
 from kernels.device import TARGET, ShapeError, free_scratch, synchronize, to_device, to_host
 
 VERSIONS = [*attention_forward.versions.values(), *attention_backward.versions.values()]
-TINY = {"B": 1, "T": 5, "NH": 1, "hs": 16}
 
 each_version = pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.op.name}-{v.number}")
 simulated = pytest.mark.skipif(TARGET != "simulator", reason="run with LLM_NUMBA_TARGET=simulator")
+
+
+def tiny(version) -> dict:
+    return {"B": 1, "T": 5, "NH": 1, "hs": 64 if version.number == 8 else 16}
 
 
 def skip_where_it_cannot_run(version):
@@ -60,7 +63,7 @@ def check_scores_far_apart(version, shape: dict):
 @simulated
 @each_version
 def test_scores_a_hundred_times_as_large_stay_finite(version):
-    check_scores_far_apart(version, TINY)
+    check_scores_far_apart(version, tiny(version))
 
 
 @pytest.mark.gpu
@@ -90,7 +93,7 @@ def check_first_query(version, shape: dict):
 @simulated
 @each_version
 def test_the_first_query_sees_one_key(version):
-    check_first_query(version, TINY)
+    check_first_query(version, tiny(version))
 
 
 @pytest.mark.gpu
@@ -113,19 +116,70 @@ def test_other_head_sizes_are_refused_in_a_sentence(version):
 @each_version
 def test_every_head_size_is_right_over_many_tiles(version, hs):
     skip_where_it_cannot_run(version)
+    if version.number == 8 and hs != 64:
+        pytest.skip("version 8 is for heads of 64")
     errors = check(version, Problem.of(version.op, {"B": 2, "T": 333, "NH": 3, "hs": hs}, seed=6))
     assert is_right(version, errors), errors
     free_scratch()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", [5, 7])
+@pytest.mark.parametrize("number", [5, 7, 8])
 def test_the_gradients_are_the_same_bits_again(number):
     version = attention_backward.versions[number]
     skip_where_it_cannot_run(version)
     arguments = attention_backward.make_arguments(np.random.default_rng(7), B=4, T=1024, NH=4, hs=64)
     first = run(version, arguments)["dqkv"]
     assert all(np.array_equal(first, run(version, arguments)["dqkv"]) for _ in range(3))
+
+
+# ---- version 8: wgmma ----
+
+
+@simulated
+@pytest.mark.parametrize("op", [attention_forward, attention_backward], ids=lambda op: op.name)
+def test_wgmma_is_right_over_many_tiles(op):
+    """Four tiles, so that each buffer is used again; in the second block one warp group has no row of its own, and in the first
+    one group ends a step before the other."""
+    version = op.versions[8]
+    errors = check(version, Problem.of(op, {"B": 1, "T": 190, "NH": 1, "hs": 64}, seed=9))
+    assert is_right(version, errors), errors
+
+
+def test_wgmma_refuses_other_heads_in_a_sentence():
+    for version in attention_forward.versions[8], attention_backward.versions[8]:
+        skip_where_it_cannot_run(version)
+        arguments = version.op.make_arguments(np.random.default_rng(5), B=1, T=2, NH=2, hs=32)
+        with pytest.raises(ShapeError, match="needs heads of 64 channels, got 32"):
+            run(version, arguments)
+
+
+@simulated
+def test_the_blocks_of_a_tile_meet_in_no_bank_either_way():
+    """Eight lanes read or write 16 bytes each at once: from eight different groups of banks, in a tile and in a transposed one."""
+    from kernels.attention import wgmma
+    from kernels.device import cuda
+
+    @cuda.jit
+    def my_blocks(rows, pieces):
+        rows[cuda.threadIdx.x], pieces[cuda.threadIdx.x] = wgmma.my_block()
+
+    rows, pieces = np.empty((2, wgmma.THREADS), np.int32)
+    my_blocks[1, wgmma.THREADS](rows, pieces)
+    assert len({(row + 2 * i, piece) for row, piece in zip(rows, pieces, strict=True) for i in range(4)}) == 64 * 16
+    for i in range(4):
+        lying, turned = (pieces ^ (rows + 2 * i)) & 7, ((rows >> 2 & 6) + (rows & 1)) ^ ((4 * pieces + i) & 7)
+        assert all(len(set(eight)) == 8 for places in (lying, turned) for eight in places.reshape(-1, 8))
+
+
+@simulated
+def test_what_cutting_off_takes_is_made_up_for():
+    from kernels.attention.wgmma import MADE_UP
+
+    x = np.random.default_rng(10).standard_normal(100_000).astype(np.float32)
+    cut = (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+    shrunk = np.sum(cut * x) / np.sum(x.astype(np.float64) ** 2)
+    assert abs(shrunk * float(MADE_UP) - 1) < 5e-5 < 3e-4 < 1 - shrunk
 
 
 @simulated

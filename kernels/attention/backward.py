@@ -12,6 +12,7 @@ version 5: flash in float32: p and ds recomputed tile by tile, once for dq and o
 version 6: flash on the tensor cores, everything from one look at each tile; dq is summed up by atomics, in any order
 version 7: flash on the tensor cores in two kernels, one that owns queries and one that owns keys: no atomics, the same bits
            each run, and no slower: what the atomics cost pays for computing s and dp twice
+version 8: Hopper's wgmma: the products run on while a warp group turns what came before into probabilities and gradients
 """
 
 import functools
@@ -21,6 +22,7 @@ import numpy as np
 
 import cpu_reference
 from kernels.attention import tiles_fp32 as fp32
+from kernels.attention import wgmma as hopper
 from kernels.attention.forward import LARGE, LOG2E, ODD, sizes_of, split_qkv
 from kernels.attention.matmul import TILE, batched_matmul, join_heads, split_heads
 from kernels.attention.tiles import (
@@ -52,11 +54,15 @@ from kernels.device import (
     cuda,
     exp2_approx,
     float32,
+    int32,
+    int64,
+    keep_compiled,
     load2,
     load4,
     scratch,
     store2,
 )
+from kernels.matmul.wgmma import fence_async, missing
 from kernels.op import Op
 from kernels.reduce import warp_sum, warp_sum2
 
@@ -78,7 +84,7 @@ attention_backward = Op(
     flops=lambda B, T, NH, hs: 5 * B * NH * T * (T + 1) * hs,
     sizes=sizes_of,
     shape={"B": 4, "T": 1024, "NH": 12, "hs": 64},
-    small={"B": 1, "T": 18, "NH": 2, "hs": 16},
+    small={"B": 1, "T": 18, "NH": 1, "hs": 64},
     odd=ODD,
     large=LARGE,
 )
@@ -798,3 +804,199 @@ def attention_backward7(dqkv, dout, qkv, out, lse, NH, *, stream=0):
     M = 2 if C // NH <= 64 else 1
     launch_flash_tf32_dq(dqkv, stats, dout, qkv, out, lse, NH, M, 32, 2, stream)
     launch_flash_tf32_dkv(dqkv, stats, dout, qkv, NH, M, 32, 2, stream)
+
+
+# Version 8 ------------------------------------------------------------------------------------------------------------
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def row_statistics8(lse2, delta, stats, dout, out, lse, b, h, row):
+    """The log-sum-exp and delta of this thread's two rows, which stats gets as well, for the other kernel."""
+    T, lane = int32(out.shape[1]), int32(cuda.threadIdx.x) & 3
+    for r in range(2):
+        at, x = int32(row + 8 * r), float32(0)
+        lse2[r] = SEES_NOTHING
+        if at < T:
+            lse2[r] = lse[b, h, at] * float32(LOG2E)
+            first = int64(b * T + at) * out.shape[2] + 64 * h + 4 * lane
+            for k in range(4):
+                a0, a1, a2, a3 = load4(out, first + 16 * k)
+                d0, d1, d2, d3 = load4(dout, first + 16 * k)
+                x += a0 * d0 + a1 * d1 + a2 * d2 + a3 * d3
+        delta[r] = quad_sum(x)
+        if lane == 0 and at < stats.shape[1]:
+            stats[cuda.blockIdx.x, at, 0] = lse2[r]
+            stats[cuda.blockIdx.x, at, 1] = delta[r]
+
+
+@functools.cache
+def flash_wgmma_dq():
+    """The kernel that owns 128 queries a block, 64 a warp group, and walks over their keys, 64 a step."""
+    TILE, STAGE = hopper.TILE, 3 * hopper.TILE
+    SCALE, SCALE2 = float32(1 / math.sqrt(64)), float32(LOG2E / math.sqrt(64) * hopper.MADE_UP)
+
+    @cuda.jit(device=True)
+    def copy(smem, stage, qkv, first, stride, key0, keys, T):
+        if key0 < keys:
+            hopper.copy_block(smem, stage, qkv, first, stride, key0, T)
+            hopper.copy_block(smem, stage + 2 * TILE, qkv, first + stride // 3, stride, key0, T)
+        cp_async_commit()
+
+    @cuda.jit(device=True)
+    def arrive(smem, stage):
+        """Wait for all copies but the last one's, and turn the keys."""
+        cp_async_wait(1)
+        hopper.turn_block(smem, stage, stage + TILE)
+        fence_async()
+        cuda.syncthreads()
+
+    @cuda.jit(fastmath=True, launch_bounds=(hopper.THREADS, 1))
+    def flash_wgmma_dq_kernel(dqkv, stats, dout, qkv, out, lse, NH):
+        smem = cuda.shared.array(0, float32, alignment=1024)  # three times a tile of keys, the same transposed, one of values
+        _, T, C = out.shape
+        T, stride = int32(T), int32(3 * C)
+        b, h = cuda.blockIdx.x // NH, cuda.blockIdx.x % NH
+        query0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * hopper.ROWS)
+        row, keys = int32(query0 + hopper.group_row()), min(int32(query0 + hopper.ROWS), T)
+        end = int32(query0 + hopper.GROUP_ROWS * ((cuda.threadIdx.x >> 7) + 1))  # of the keys that the group sees
+        first = int64(b) * T * 3 * C + 64 * h
+        q, do, dq = cuda.local.array(32, float32), cuda.local.array(32, float32), cuda.local.array(32, float32)
+        p, dp = cuda.local.array(32, float32), cuda.local.array(32, float32)
+        lse2, delta = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        copy(smem, 0, qkv, first + C, stride, int32(0), keys, T)
+        copy(smem, STAGE, qkv, first + C, stride, int32(hopper.STEP), keys, T)
+        hopper.load_rows(q, qkv, b, row, 64 * h, SCALE2)
+        hopper.load_rows(do, dout, b, row, 64 * h, hopper.MADE_UP)
+        row_statistics8(lse2, delta, stats, dout, out, lse, b, h, row)
+        hopper.clear(dq)
+        arrive(smem, 0)
+        hopper.rows_product(p, q, smem, 0)
+        hopper.wgmma_finish(p)
+        key0, now, next, far = int32(0), int32(0), int32(STAGE), int32(2 * STAGE)
+        while True:
+            next0 = int32(key0 + hopper.STEP)
+            hopper.rows_product(dp, do, smem, now + 2 * TILE)
+            copy(smem, far, qkv, first + C, stride, int32(next0 + hopper.STEP), keys, T)
+            hopper.wait_for(p)
+            if next0 >= end:
+                hopper.mask_above(p, row - key0)
+            for i in range(32):
+                p[i] = hopper.settled(exp2_approx(p[i] - lse2[i >> 1 & 1]))  # before the wait: dp is under way
+            hopper.wgmma_finish(dp)
+            for i in range(32):
+                dp[i] = round_tf32(p[i] * (dp[i] - delta[i >> 1 & 1]))
+            hopper.add_columns_product(dq, dp, smem, now + TILE)
+            if next0 >= keys:
+                break
+            arrive(smem, next)
+            if next0 >= end:  # the last step is the other group's alone
+                break
+            hopper.rows_product(p, q, smem, next)
+            hopper.wait_for(dq)
+            key0, now, next, far = next0, next, far, now
+        hopper.wgmma_finish(dq)
+        hopper.store_rows(dqkv, first, 3 * C, row, T, dq, SCALE, SCALE)
+
+    return keep_compiled(flash_wgmma_dq_kernel)
+
+
+@functools.cache
+def flash_wgmma_dkv():
+    """The kernel that owns 128 keys and values a block, 64 a warp group, and walks over the queries that see them, 64 a step,
+    the last ones first."""
+    TILE, STAGE = hopper.TILE, 4 * hopper.TILE
+    STATS = 3 * STAGE  # where a stage's statistics stand, 2 * hopper.STEP floats behind those of the one before
+    SCALE, SCALE2 = float32(1 / math.sqrt(64)), float32(LOG2E / math.sqrt(64) * hopper.MADE_UP)
+
+    @cuda.jit(device=True)
+    def copy(smem, stage, stats, dout, qkv, first, first_out, query0, key0, T):
+        if query0 >= key0:
+            hopper.copy_block(smem, stage, qkv, first, int32(qkv.shape[2]), query0, T)
+            hopper.copy_block(smem, stage + 2 * TILE, dout, first_out, int32(dout.shape[2]), query0, T)
+            if cuda.threadIdx.x < hopper.STEP // 2:
+                i = 4 * cuda.threadIdx.x
+                at = 2 * (int64(cuda.blockIdx.x) * stats.shape[1] + query0) + i
+                cp_async16(smem, STATS + stage // 128 + i, stats, at)
+        cp_async_commit()
+
+    @cuda.jit(device=True)
+    def arrive(smem, stage):
+        """Wait for all copies but the last one's, and turn them."""
+        cp_async_wait(1)
+        hopper.turn_block(smem, stage, stage + TILE)
+        hopper.turn_block(smem, stage + 2 * TILE, stage + 3 * TILE)
+        fence_async()
+        cuda.syncthreads()
+
+    @cuda.jit(fastmath=True, launch_bounds=(hopper.THREADS, 1))
+    def flash_wgmma_dkv_kernel(dqkv, stats, dout, qkv, NH):
+        # three times a tile of queries, the same transposed, one of dout, the same transposed; the queries' statistics
+        smem = cuda.shared.array(0, float32, alignment=1024)
+        _, T, C = dout.shape
+        T = int32(T)
+        b, h = cuda.blockIdx.x // NH, cuda.blockIdx.x % NH
+        key0 = int32(cuda.blockIdx.y * hopper.ROWS)
+        row, group0 = int32(key0 + hopper.group_row()), int32(key0 + hopper.GROUP_ROWS * (cuda.threadIdx.x >> 7))
+        first, first_out = int64(b) * T * 3 * C + 64 * h, int64(b) * T * C + 64 * h
+        k, v = cuda.local.array(32, float32), cuda.local.array(32, float32)
+        dk, dv = cuda.local.array(32, float32), cuda.local.array(32, float32)
+        p, dp = cuda.local.array(32, float32), cuda.local.array(32, float32)
+        query0 = int32((T - 1) // hopper.STEP * hopper.STEP)
+        copy(smem, 0, stats, dout, qkv, first, first_out, query0, key0, T)
+        copy(smem, STAGE, stats, dout, qkv, first, first_out, int32(query0 - hopper.STEP), key0, T)
+        hopper.load_rows(k, qkv, b, row, C + 64 * h, SCALE2)
+        hopper.load_rows(v, qkv, b, row, 2 * C + 64 * h, hopper.MADE_UP)
+        hopper.clear(dk)
+        hopper.clear(dv)
+        arrive(smem, 0)
+        hopper.rows_product(p, k, smem, 0)
+        hopper.wgmma_finish(p)
+        now, next, far = int32(0), int32(STAGE), int32(2 * STAGE)
+        while True:
+            next0 = int32(query0 - hopper.STEP)
+            numbers = int32(STATS + now // 128 + 4 * (int32(cuda.threadIdx.x) & 3))
+            hopper.rows_product(dp, v, smem, now + 2 * TILE)
+            copy(smem, far, stats, dout, qkv, first, first_out, int32(next0 - hopper.STEP), key0, T)
+            hopper.wait_for(p)
+            if query0 < group0 + hopper.GROUP_ROWS:
+                hopper.mask_below(p, row - query0)
+            for j in range(8):
+                lse0, _, lse1, _ = load4(smem, numbers + 16 * j)
+                for i in range(4 * j, 4 * j + 4):
+                    p[i] = round_tf32(exp2_approx(p[i] - (lse1 if i & 1 else lse0)))
+            hopper.add_columns_product(dv, p, smem, now + 3 * TILE)
+            hopper.wait_for(dp)
+            for j in range(8):
+                _, delta0, _, delta1 = load4(smem, numbers + 16 * j)
+                for i in range(4 * j, 4 * j + 4):
+                    dp[i] = round_tf32(p[i] * (dp[i] - (delta1 if i & 1 else delta0)))
+            hopper.add_columns_product(dk, dp, smem, now + TILE)
+            if next0 < key0:
+                break
+            arrive(smem, next)
+            if next0 < group0:  # the last step is the other group's alone
+                break
+            hopper.wait_for(dv)
+            hopper.rows_product(p, k, smem, next)
+            hopper.wait_for(dk)
+            query0, now, next, far = next0, next, far, now
+        hopper.wgmma_finish(dv)
+        hopper.wgmma_finish(dk)
+        hopper.store_rows(dqkv, first + C, 3 * C, row, T, dk, SCALE, SCALE)
+        hopper.store_rows(dqkv, first + 2 * C, 3 * C, row, T, dv, float32(1), float32(1))
+
+    return keep_compiled(flash_wgmma_dkv_kernel)
+
+
+@attention_backward.version(
+    8, "wgmma, the products run on under the softmax", precision="tf32", needs_cc=(9, 0), needs=missing
+)
+def attention_backward8(dqkv, dout, qkv, out, lse, NH, *, stream=0):
+    """As attention_backward5, for heads of 64 channels."""
+    B, T, C = out.shape
+    hopper.check_head_size(head_size(C, NH))
+    stats, grid = statistics(B, T, NH), (B * NH, ceil_div(T, hopper.ROWS))
+    dq = big_shared(flash_wgmma_dq(), grid, hopper.THREADS, stream, 4 * 3 * 3 * hopper.TILE)
+    dq(dqkv, stats, dout, qkv, out, lse, NH)
+    dkv = big_shared(flash_wgmma_dkv(), grid, hopper.THREADS, stream, 4 * 3 * (4 * hopper.TILE + 2 * hopper.STEP))
+    dkv(dqkv, stats, dout, qkv, NH)

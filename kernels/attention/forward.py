@@ -10,6 +10,7 @@ version 4: scale and mask inside a one-pass softmax, and nothing computed right 
 version 5: flash in float32, 16 scores a thread in registers: 8 multiply-adds a 16-byte load
 version 6: both products on the tensor cores, the next keys and values copied while these are used
 version 7: twice the queries a warp, so half the loads a product; long rows first, so that no block is last with much to do
+version 8: Hopper's wgmma: four warps together, which leave it to the tensor cores to read keys and values from shared memory
 """
 
 import functools
@@ -19,6 +20,7 @@ import numpy as np
 
 import cpu_reference
 from kernels.attention import tiles_fp32 as fp32
+from kernels.attention import wgmma as hopper
 from kernels.attention.matmul import TILE, batched_matmul, join_heads, split_heads
 from kernels.attention.tiles import (
     MASKED,
@@ -36,7 +38,20 @@ from kernels.attention.tiles import (
     stage,
     store_rows,
 )
-from kernels.device import big_shared, ceil_div, cp_async_commit, cp_async_wait, cuda, exp2_approx, float32, scratch
+from kernels.device import (
+    big_shared,
+    ceil_div,
+    cp_async_commit,
+    cp_async_wait,
+    cuda,
+    exp2_approx,
+    float32,
+    int32,
+    int64,
+    keep_compiled,
+    scratch,
+)
+from kernels.matmul.wgmma import fence_async, missing
 from kernels.op import Op
 from kernels.reduce import warp_max, warp_sum
 
@@ -60,7 +75,7 @@ attention_forward = Op(
     flops=lambda B, T, NH, hs: 2 * B * NH * T * (T + 1) * hs,
     sizes=sizes_of,
     shape={"B": 4, "T": 1024, "NH": 12, "hs": 64},
-    small={"B": 1, "T": 18, "NH": 2, "hs": 16},
+    small={"B": 1, "T": 18, "NH": 1, "hs": 64},
     odd=ODD,
     large=LARGE,
 )
@@ -462,3 +477,107 @@ def attention_forward7(out, lse, qkv, NH, *, stream=0):
         launch_flash_tf32(out, lse, qkv, NH, 2, 64, True, 2, stream)
     else:
         launch_flash_tf32(out, lse, qkv, NH, 1, 32, True, 2, stream)
+
+
+# Version 8 ------------------------------------------------------------------------------------------------------------
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def online_softmax8(s, o, top, total):
+    """online_softmax of a warp group's accumulators."""
+    for r in range(2):
+        x = top[r]
+        for j in range(2 * r, 32, 4):
+            x = max(x, max(s[j], s[j + 1]))
+        x = quad_max(x)
+        shrink = exp2_approx(top[r] - x)
+        top[r] = x
+        y = total[r] * shrink
+        for j in range(2 * r, 32, 4):
+            p0, p1 = exp2_approx(s[j] - x), exp2_approx(s[j + 1] - x)
+            y += p0 + p1
+            s[j], s[j + 1] = round_tf32(p0), round_tf32(p1)
+            o[j] *= shrink
+            o[j + 1] *= shrink
+        total[r] = y
+
+
+@functools.cache
+def flash_wgmma():
+    """The kernel for heads of 64 channels: 128 queries a block, 64 a warp group, 64 keys a step."""
+    SCALE, TILE = float32(LOG2E / math.sqrt(64) * hopper.MADE_UP), hopper.TILE
+    VALUE, QUERY = 4 * TILE, 5 * TILE
+
+    @cuda.jit(device=True)
+    def copy(smem, stage, qkv, first, stride, key0, T):
+        hopper.copy_block(smem, stage, qkv, first, stride, key0, T)
+        hopper.copy_block(smem, VALUE, qkv, first + stride // 3, stride, key0, T)
+        cp_async_commit()
+
+    @cuda.jit(device=True)
+    def arrive(smem, stage):
+        cp_async_wait(0)
+        hopper.turn_block(smem, VALUE, stage + TILE)
+        fence_async()
+
+    @cuda.jit(fastmath=True, launch_bounds=(hopper.THREADS, 2))
+    def flash_wgmma_kernel(out, lse, qkv, NH):
+        # twice a tile of keys and one of values, transposed; values on their way; the block's queries
+        smem = cuda.shared.array(0, float32, alignment=1024)
+        _, T, C = out.shape
+        T, stride = int32(T), int32(3 * C)
+        b, h = cuda.blockIdx.x // NH, cuda.blockIdx.x % NH
+        query0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * hopper.ROWS)
+        row, keys = int32(query0 + hopper.group_row()), min(int32(query0 + hopper.ROWS), T)
+        end = int32(query0 + hopper.GROUP_ROWS * ((cuda.threadIdx.x >> 7) + 1))  # of the keys that the group sees
+        first = int64(b) * T * 3 * C + C + 64 * h
+        s, o = cuda.local.array(32, float32), cuda.local.array(32, float32)
+        top, total = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        copy(smem, 0, qkv, first, stride, int32(0), T)
+        hopper.load_rows(s, qkv, b, row, 64 * h, SCALE)
+        hopper.keep_rows(smem, QUERY, s)
+        hopper.clear(o)
+        for r in range(2):
+            top[r] = MASKED
+            total[r] = float32(0)
+        arrive(smem, 0)
+        cuda.syncthreads()
+        key0, now, next = int32(0), int32(0), int32(2 * TILE)
+        while True:
+            next0 = int32(key0 + hopper.STEP)
+            if next0 < keys:
+                copy(smem, next, qkv, first, stride, next0, T)
+            hopper.rows_product_kept(s, smem, QUERY, now)
+            hopper.wgmma_finish(s)
+            if next0 >= end:
+                hopper.mask_above(s, row - key0)
+            online_softmax8(s, o, top, total)
+            hopper.add_columns_product(o, s, smem, now + TILE)
+            if next0 >= keys:
+                break
+            arrive(smem, next)
+            hopper.wgmma_finish(o)
+            cuda.syncthreads()
+            if next0 >= end:  # the last step is the other group's alone
+                break
+            key0, now, next = next0, next, now
+        hopper.wgmma_finish(o)
+        for r in range(2):
+            y = quad_sum(total[r])
+            total[r] = float32(1) / y
+            if cuda.threadIdx.x & 3 == 0 and row + 8 * r < T:
+                lse[b, h, row + 8 * r] = top[r] * LN2 + math.log(y)
+        hopper.store_rows(out, int64(b) * T * C + 64 * h, C, row, T, o, total[0], total[1])
+
+    return keep_compiled(flash_wgmma_kernel)
+
+
+@attention_forward.version(
+    8, "wgmma: 64 queries a warp group, the keys cut off", precision="tf32", needs_cc=(9, 0), needs=missing
+)
+def attention_forward8(out, lse, qkv, NH, *, stream=0):
+    """As attention_forward6, for heads of 64 channels."""
+    B, T, C = out.shape
+    hopper.check_head_size(head_size(C, NH))
+    grid, nbytes = (B * NH, ceil_div(T, hopper.ROWS)), 4 * 7 * hopper.TILE
+    big_shared(flash_wgmma(), grid, hopper.THREADS, stream, nbytes)(out, lse, qkv, NH)

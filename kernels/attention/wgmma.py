@@ -1,0 +1,186 @@
+"""Tiles and products for Hopper's wgmma: what version 8 of the flash kernels is made of. Heads of 64 channels.
+
+A block has two warp groups of 128 threads, each with 64 rows of its own (queries or keys), and both walk over the same tiles
+of 64 rows of the other kind. In a warp, lane 4 g + t is called (g, t).
+
+wgmma reads its second operand from shared memory, the contracted index along the row. So a tile lies there as it is, for
+what contracts over channels (rows_product), or transposed, for what contracts over its rows (add_columns_product), or both.
+Either way it is 64 rows of 64 floats, in two halves: the first 32 floats of each row, then the last 32, and in a half's row r
+the 16-byte piece number n stands at n ^ (r % 8). Of a transposed row's 8 numbers the even ones come first,
+    0 2 4 6 1 3 5 7
+because that is how the lanes hold an accumulator's columns: so it is the next product's first operand where it is.
+
+Registers, for both a warp group's 64 x 64 accumulators and first operands, are local arrays of 32:
+    acc[4 j + c] = acc[16 warp + g + 8 (c // 2), 8 j + 2 t + c % 2]
+    a[4 k + c]   = a[16 warp + g + 8 (c % 2), 8 k + t + 4 (c // 2)]
+"""
+
+from kernels.attention.tiles import MASKED, round_tf32
+from kernels.device import cp_async16, cuda, float32, int32, int64, load4, need, store2, store4, uint64
+from kernels.intrinsics import ptx
+from kernels.matmul.wgmma import make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait
+
+THREADS = 256
+GROUP_ROWS = 64  # of a warp group
+ROWS = 128  # of a block
+STEP = 64  # rows of a tile
+HALF = 64 * 32
+TILE = 2 * HALF  # floats
+
+# A number cut off to TF32 instead of rounded loses 2^-11 of its power of two on average, and so a sum of products with such
+# numbers shrinks by about 2/3 of 2^-11: the other factor makes up for it. What remains is no more than rounding's error.
+MADE_UP = float32(1 + 2 / 3 / 2**11)
+
+wgmma, _, wgmma_finish = make_wgmma(64)
+
+
+def check_head_size(hs: int) -> None:
+    need(hs == 64, f"needs heads of 64 channels, got {hs}")
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def rows_product(s, a, smem, tile):
+    """Start s = a @ tile.T, contracted over channels."""
+    wgmma_fence()
+    for k in range(8):
+        wgmma(s, smem, tile + (k >> 2) * HALF + 8 * (k & 3), k > 0, a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3])
+    wgmma_commit()
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def keep_rows(smem, kept, a):
+    """Lay down a, for rows_product_kept. Threads find there what they wrote themselves."""
+    for k in range(8):
+        store4(smem, kept + 4 * (k * THREADS + int32(cuda.threadIdx.x)), a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3])
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def rows_product_kept(s, smem, kept, tile):
+    """rows_product with an operand that keep_rows has laid down. Where no product is under way at the end of a loop's step, an
+    operand that stays in registers through all steps is not safe: ptxas 13.0 gives its registers to the next product's."""
+    a = cuda.local.array(32, float32)
+    for k in range(8):
+        at = kept + 4 * (k * THREADS + int32(cuda.threadIdx.x))
+        a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3] = load4(smem, at)
+    rows_product(s, a, smem, tile)
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def add_columns_product(acc, p, smem, tile):
+    """Start acc += p @ tile, contracted over the rows of a tile that lies transposed; p is an accumulator."""
+    wgmma_fence()
+    for k in range(8):
+        wgmma(acc, smem, tile + (k >> 2) * HALF + 8 * (k & 3), 1, p[4 * k], p[4 * k + 2], p[4 * k + 1], p[4 * k + 3])
+    wgmma_commit()
+
+
+@ptx("mov.f32 $0, $1;", returns=float32, takes=(float32,))
+def settled(x):
+    """x, from here on: the compiler must not read it before what stands above, a wait."""
+    return x
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def wait_for(acc):
+    """Wait for acc, all of whose products but those of the last one that was started have to be done."""
+    wgmma_wait(1)
+    for i in range(32):
+        acc[i] = settled(acc[i])
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def clear(acc):
+    for i in range(32):
+        acc[i] = float32(0)
+
+
+# Tiles ----------------------------------------------------------------------------------------------------------------
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def my_block():
+    """(row, piece): this thread carries the channels of one piece, 4 piece to 4 piece + 3, of the rows row, row + 2, row + 4 and
+    row + 6 of a tile. Blocks are dealt so that eight lanes meet in no bank, the tile lying either way."""
+    thread = int32(cuda.threadIdx.x)
+    row = 8 * (thread >> 1 & 1 | thread >> 4 & 6) + (thread & 1)
+    piece = (thread >> 2 & 7) ^ (thread & 2) ^ (thread & 1) << 2 | thread >> 4 & 8
+    return int32(row), int32(piece)
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def copy_block(smem, tile, source, first, stride, row0, T):
+    """Start to copy this thread's block of the tile of source's rows from row0 on, source[first + row * stride :][:64]. For rows
+    from T on the last one stands in: what they bring is masked or not stored."""
+    (row, piece), last = my_block(), int32(T - 1)
+    to = int32(tile + (piece >> 3) * HALF + row * 32 + 4 * ((piece ^ row) & 7))
+    for i in range(4):
+        at = int32(min(int32(row0 + row + 2 * i), last) * stride + 4 * piece)
+        cp_async16(smem, (to ^ 8 * i) + 64 * i, source, first + at)
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def turn_block(smem, tile, turned):
+    """Store this thread's block of a tile, which has arrived, in a transposed tile, rounded."""
+    row, piece = my_block()
+    at = int32(tile + (piece >> 3) * HALF + row * 32 + 4 * ((piece ^ row) & 7))
+    place = (row >> 2 & 6) + (row & 1)  # of four rows, in the transposed tile's rows
+    to = int32(turned + (row >> 5) * HALF + 4 * piece * 32 + 4 * (place ^ 4 * (piece & 1)))
+    x = cuda.local.array((4, 4), float32)
+    for i in range(4):
+        x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load4(smem, (at ^ 8 * i) + 64 * i)
+    for i in range(4):
+        a, b, c, d = round_tf32(x[0, i]), round_tf32(x[1, i]), round_tf32(x[2, i]), round_tf32(x[3, i])
+        store4(smem, (to ^ 4 * i) + 32 * i, a, b, c, d)
+
+
+# Rows that a warp group owns ------------------------------------------------------------------------------------------
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def group_row():
+    """The first of this thread's two rows among the block's 128; the other is 8 below."""
+    thread = int32(cuda.threadIdx.x)
+    return int32((thread >> 5) * 16 + (thread >> 2 & 7))
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def load_rows(a, source, b, row, channel, factor):
+    """a: the group's rows of source[b], 64 channels, times the factor, rounded. `row` is this thread's."""
+    b, c = uint64(b), uint64(channel + (int32(cuda.threadIdx.x) & 3))  # unsigned: numba asks of no index whether it is negative
+    last = int32(source.shape[1] - 1)
+    for r in range(2):
+        at = uint64(min(int32(row + 8 * r), last))
+        for k in range(16):
+            a[4 * (k >> 1) + 2 * (k & 1) + r] = round_tf32(source[b, at, c + uint64(4 * k)] * factor)
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def store_rows(out, first, stride, row, T, acc, factor0, factor1):
+    """out[first + row * stride :][:64] = factor * acc for the group's rows before T."""
+    for r in range(2):
+        factor = factor1 if r else factor0
+        if int32(row + 8 * r) < T:
+            at = first + int64(row + 8 * r) * stride + 2 * (int32(cuda.threadIdx.x) & 3)
+            for j in range(8):
+                store2(out, at + 8 * j, acc[4 * j + 2 * r] * factor, acc[4 * j + 2 * r + 1] * factor)
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def mask_above(s, diagonal):
+    """Scores s whose column is more than `diagonal` right of this thread's first row."""
+    limit = int32(diagonal - 2 * (int32(cuda.threadIdx.x) & 3))
+    for i in range(32):
+        if 8 * (i >> 2) + (i & 1) - 8 * (i >> 1 & 1) > limit:
+            s[i] = MASKED
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def mask_below(s, diagonal):
+    """Scores s whose column is less than `diagonal` right of this thread's first row: mask_above of the transpose."""
+    limit = int32(diagonal - 2 * (int32(cuda.threadIdx.x) & 3))
+    for i in range(32):
+        if 8 * (i >> 2) + (i & 1) - 8 * (i >> 1 & 1) < limit:
+            s[i] = MASKED
