@@ -6,20 +6,18 @@ D = A @ B is asked for as D.T = B.T @ A.T: the operands change places and keep t
 The workspace is ours and is there before any capture, so that a product can be captured into a CUDA graph.
 
 cuBLASLt's heuristic names algorithms for a shape, the likeliest first, and is at times wrong by half. So the first call
-with a shape times them all. Which one won is kept on disk: the same card gives the same bits, run after run.
+with a shape times them all (kernels/choices.py).
 """
 
 import ctypes
 import functools
-import json
 import math
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.device import TARGET, ShapeError, card_name, cuda, scratch
+from kernels.choices import Choices
+from kernels.device import TARGET, ShapeError, cuda, scratch
 from kernels.target import CACHE_FOLDER
 
 WORKSPACE_BYTES = 64 << 20
@@ -131,72 +129,11 @@ def _plan(handle, a, b, c, d, trans_a, trans_b, epilogue, aux_ld, tf32, alignmen
     return description, layouts, results[: found.value]
 
 
-class Choices:
-    """Which of the candidates is fastest, by shape: timed once, then read from a file of this card and this cuBLASLt."""
-
-    def __init__(self, card: str, library: int):
-        self.file = CACHE_FOLDER.parent / f"cublaslt-{library}-{card.replace(' ', '-')}.json"
-        try:
-            self.known = json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            self.known = {}
-
-    def index(self, key: tuple, run: Callable[..., None], count: int, may_run: bool) -> int:
-        """run(index, stream): computes the product with the candidate of an index. Where it must not run now (in a capture, or
-        because the product adds to what is there), an unknown shape gets the heuristic's first."""
-        name = repr(key)
-        if name in self.known:
-            return self.known[name]
-        if not may_run or count == 1:
-            return 0
-        times = {}
-        for index in range(count):
-            try:
-                times[index] = self._time(functools.partial(run, index))
-            except RuntimeError:  # a candidate that does not run after all
-                continue
-        self.known[name] = min(times, key=times.get, default=0)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(self.known))
-        os.replace(temporary, self.file)
-        return self.known[name]
-
-    @staticmethod
-    def _time(run: Callable[[int], None], repeats: int = 5) -> float:
-        """In a graph, as the trainer runs it: there the small fill that some algorithms begin with costs more than on a stream."""
-        from cuda.core import Device
-
-        cuda.synchronize()  # whoever reads what is overwritten now has done so
-        run(0)  # outside of a capture first: the library may load a kernel
-        cuda.synchronize()
-        stream = Device(cuda.get_current_device().id).create_stream()
-        builder = stream.create_graph_builder()
-        builder.begin_building(mode="relaxed")
-        for _ in range(repeats):
-            run(int(stream.handle))
-        graph = builder.end_building().complete()
-        on, start, end = cuda.external_stream(int(stream.handle)), cuda.event(), cuda.event()
-        graph.launch(stream)
-        start.record(on)
-        graph.launch(stream)
-        end.record(on)
-        end.synchronize()
-        return cuda.event_elapsed_time(start, end)
-
-
 @functools.cache
 def _choices(device: int) -> Choices:
     from nvmath.bindings import cublasLt
 
-    return Choices(card_name(), cublasLt.get_version())
-
-
-def _is_captured(stream) -> bool:
-    from cuda.bindings import driver
-
-    error, status = driver.cuStreamIsCapturing(int(stream))
-    return error != driver.CUresult.CUDA_SUCCESS or status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    return Choices(CACHE_FOLDER.parent, f"cublaslt-{cublasLt.get_version()}")
 
 
 def product(
@@ -230,5 +167,5 @@ def product(
             candidates[index].ptr, address(workspace), WORKSPACE_BYTES, int(stream),
         )  # fmt: skip
 
-    may_run = (add is None or add.pointer != d.pointer) and not _is_captured(stream)
-    run(_choices(cuda.get_current_device().id).index(key, run, len(candidates), may_run))
+    may_run = add is None or add.pointer != d.pointer
+    run(_choices(cuda.get_current_device().id).index(key, run, len(candidates), stream, may_run))

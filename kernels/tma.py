@@ -219,40 +219,9 @@ def _tile(shared, at, size) -> np.ndarray:
 
 
 def _swizzled(size: int) -> np.ndarray:
-    """For each place of a tile the element that stands there; and, since it is its own inverse, the reverse."""
+    """For each place of a tile the element that stands there."""
     place = np.arange(size)
     return place ^ place // ROW % 8 * 4
-
-
-@ptx(
-    "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [$1, {$2, $3, $4}], [$0];",
-    takes=(SHARED, GLOBAL, int32, int32, int32),
-)
-def store_tile3(shared, at, maps, j, x, y, z):
-    """Start to copy a tile from shared[at:] to the box at (x, y, z) of a tensor, save what lies outside. What wrote the tile has
-    called fence_async since, and a barrier."""
-    tensor, index, _ = _box(maps, j, (x, y, z))
-    _stores()[-1].append((tensor, index, _tile(shared, at, index.size)))
-
-
-@ptx("cp.async.bulk.commit_group;")
-def stores_commit():
-    """Bind this thread's stores of tiles since the last commit into a group."""
-    _stores().append([])
-
-
-@ptx("cp.async.bulk.wait_group.read $0;", takes=(LITERAL,))
-def stores_wait(n):
-    """Wait until at most n of this thread's groups, the youngest, have shared memory left to read. n: a literal."""
-    groups = _stores()
-    while len(groups) - 1 > n:  # the last one is not committed yet
-        for tensor, index, tile in groups.pop(0):
-            tensor[index[index >= 0]] = tile[_swizzled(tile.size)][index >= 0]
-
-
-def _stores() -> list:
-    """A thread's groups of stores that are under way, the last one still open. The simulator stores as late as it may."""
-    return simulator.block_state().setdefault(("stores", simulator.running()), [[]])
 
 
 # Registers ------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from kernels.device import (
 from kernels.matmul.wgmma import fence_async
 from kernels.tma import (
     WORDS, address, cluster_rank, cluster_sync, copy_tile2, copy_tile3, fence_mbarrier_init, in_clusters, mbarrier_arrive,
-    mbarrier_expect, mbarrier_init, mbarrier_wait, store_tile3, stores_commit, stores_wait, tensor_maps,
+    mbarrier_expect, mbarrier_init, mbarrier_wait, tensor_maps,
 )  # fmt: skip
 
 if SIMULATE:
@@ -483,40 +483,6 @@ def test_tiles_arrive_swizzled_with_zeros_for_what_lies_outside(x, y):
 
 
 @cuda.jit
-def tile_out_kernel(maps, x, y, wait):
-    tile = cuda.shared.array(256, float32, alignment=1024)
-    lane = cuda.threadIdx.x
-    for row in range(8):
-        tile[row * 32 + (lane ^ row * 4)] = 100 * row + lane
-    fence_async()
-    cuda.syncthreads()
-    if lane == 0:
-        store_tile3(tile, 0, maps, 0, x, y, 1)
-        stores_commit()
-        if wait:
-            stores_wait(0)
-
-
-@fact
-@pytest.mark.parametrize(("x", "y"), [(0, 0), (12, 7), (32, 2)])
-def test_a_tile_is_stored_save_what_lies_outside(x, y):
-    needs(9, 0)
-    target = to_device(np.full((2, 10, 36), -1, np.float32))
-    tile_out_kernel[1, 32](tensor_maps((address(target), (36, 10, 2), (36, 360), (32, 8, 1), False)), x, y, 1)
-    truth = np.full((2, 26, 68), -1, np.float32)
-    truth[1, y : y + 8, x : x + 32] = 100 * np.arange(8)[:, None] + LANES
-    assert (to_host(target) == truth[:, :10, :36]).all()
-
-
-@simulated
-def test_a_tile_that_nobody_waited_for_may_not_have_been_stored():
-    target = np.zeros((1, 8, 32), np.float32)
-    maps = tensor_maps((address(target), (32, 8, 1), (32, 256), (32, 8, 1), False))
-    tile_out_kernel[1, 32](maps, 0, 0, 0)
-    assert not target.any()
-
-
-@cuda.jit
 def barrier_kernel(out, count, arrivals, phases):
     barriers = cuda.shared.array(1, uint64)
     if cuda.threadIdx.x == 0:
@@ -581,11 +547,13 @@ def bar_sync_kernel(out, name, count):
 @cuda.jit
 def misplaced_tile_kernel(out, maps):
     tile = cuda.shared.array(512, float32, alignment=1024)
-    store_tile3(tile, 32, maps, 0, 0, 0, 0)
+    barriers = cuda.shared.array(1, uint64)
+    mbarrier_init(barriers, 0, 1)
+    copy_tile2(tile, 32, maps, 0, 0, 0, barriers, 0)
 
 
 A_TENSOR = to_device(np.zeros((8, 32), np.float32))
-A_MAP = to_host(tensor_maps((address(A_TENSOR), (32, 8, 1), (32, 256), (32, 8, 1), False))) if SIMULATE else None
+A_MAP = to_host(tensor_maps((address(A_TENSOR), (32, 8), (32,), (32, 8), False))) if SIMULATE else None
 
 
 @simulated
@@ -660,9 +628,6 @@ PTX = {  # kernel -> its arguments, the compute capability that it needs, and wh
         (np.zeros((3, 8, 32), np.float32), np.zeros(32, np.uint64), 0, 0, 0), (9, 0),
         ["mbarrier.init", "fence.mbarrier_init", "mbarrier.arrive.expect_tx", "mapa", "mbarrier.try_wait", "barrier.cluster",
          "cp.async.bulk.tensor.2d", "cp.async.bulk.tensor.3d", ".reqnctapercluster 1"],
-    ),
-    tile_out_kernel: (
-        (np.zeros(16, np.uint64), 0, 0, 0), (9, 0), ["tensor.3d.global", "bulk.commit_group", "bulk.wait_group.read 0"],
     ),
 }  # fmt: skip
 REFUSED = {

@@ -10,7 +10,7 @@ version 8: the engine in fp32
 version 10: the engine in TF32 on the tensor cores (11 where an epilogue is fused)
 version 12: wgmma; what it wants the other way round is transposed first, the smaller operand
 version 13: wgmma fed by TMA, the same transposed first
-version 14: which stores dinp as well
+version 14: version 13 or cuBLASLt, what is faster at the shape
 """
 
 import numpy as np
@@ -20,6 +20,7 @@ from kernels import cublas
 from kernels.device import ceil_div, cuda, float32, need, scratch
 from kernels.gelu.backward import gelu_backward
 from kernels.matmul import engine, tma, wgmma
+from kernels.matmul.faster import faster_of, missing
 from kernels.matmul.forward import (
     ATTPROJ,
     CUBE,
@@ -160,10 +161,10 @@ def matmul_backward_input13(dinp, dout, weight, *, stream=0):
     tma.multiply(dinp, dout, transpose(weight, stream), stream=stream)
 
 
-@matmul_backward_input.version(14, "wgmma fed and stored by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+@matmul_backward_input.version(14, "version 0 or 13, the faster at the shape", precision="tf32", needs_cc=(9, 0), needs=missing)
 def matmul_backward_input14(dinp, dout, weight, *, stream=0):
-    """As matmul_backward_input0; C and OC multiples of 4."""
-    tma.multiply(dinp, dout, transpose(weight, stream), store_tiles=True, stream=stream)
+    """As matmul_backward_input0."""
+    faster_of((matmul_backward_input0, matmul_backward_input13), dinp, dout, weight, stream=stream)
 
 
 @matmul_gelu_backward_input.version(1, "two kernels: cuBLASLt, then our GELU's backward", precision="either", needs=cublas.missing)
@@ -197,14 +198,6 @@ def matmul_gelu_backward_input12(dinp, dout, weight, pre, *, stream=0):
 def matmul_gelu_backward_input13(dinp, dout, weight, pre, *, stream=0):
     """As matmul_gelu_backward_input0; C and OC multiples of 4."""
     tma.multiply(dinp, dout, transpose(weight, stream), epilogue=engine.SLOPE, extra=pre, stream=stream)
-
-
-@matmul_gelu_backward_input.version(14, "wgmma fed and stored by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
-def matmul_gelu_backward_input14(dinp, dout, weight, pre, *, stream=0):
-    """As matmul_gelu_backward_input0; C and OC multiples of 4."""
-    tma.multiply(
-        dinp, dout, transpose(weight, stream), epilogue=engine.SLOPE, extra=pre, store_tiles=True, stream=stream
-    )
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -278,3 +271,10 @@ def matmul_backward_weight13(dweight, dout, inp, accumulate, *, stream=0):
         dweight, a, transpose(b, stream),
         a_m_major=True, transposed=C > OC, epilogue=epilogue, extra=dweight, stream=stream,
     )  # fmt: skip
+
+
+@matmul_backward_weight.version(14, "version 2 or 13, the faster at the shape", precision="tf32", needs_cc=(9, 0), needs=missing)
+def matmul_backward_weight14(dweight, dout, inp, accumulate, *, stream=0):
+    """As matmul_backward_weight2."""
+    versions = matmul_backward_weight2, matmul_backward_weight13
+    faster_of(versions, dweight, dout, inp, accumulate, may_run=not accumulate, stream=stream)

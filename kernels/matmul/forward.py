@@ -15,7 +15,7 @@ version 11: its epilogue: bias, bias and GELU, bias and residual (in version 10 
 version 12: wgmma: four warps together, the weight read from shared memory by the tensor core (kernels/matmul/wgmma.py), which
     cuts it off to TF32 where all others round to nearest
 version 13: both operands brought, and rounded, by the tensor memory accelerator, for which one thread asks (kernels/matmul/tma.py)
-version 14: it stores out as well
+version 14: cuBLASLt or version 13, what is faster at the shape (kernels/matmul/faster.py)
 """
 
 import numpy as np
@@ -37,6 +37,7 @@ from kernels.device import (
 )
 from kernels.gelu.forward import gelu_forward
 from kernels.matmul import engine, tma, wgmma
+from kernels.matmul.faster import faster_of, missing
 from kernels.op import Op
 
 
@@ -475,11 +476,10 @@ def matmul_forward13(out, inp, weight, bias, *, stream=0):
     tma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
 
 
-@matmul_forward.version(14, "TF32 wgmma, fed and stored by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
+@matmul_forward.version(14, "cuBLASLt or version 13, the faster at the shape", precision="tf32", needs_cc=(9, 0), needs=missing)
 def matmul_forward14(out, inp, weight, bias, *, stream=0):
-    """As matmul_forward0; C and OC multiples of 4."""
-    epilogue = engine.STORE if bias is None else engine.BIAS
-    tma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, store_tiles=True, stream=stream)
+    """As matmul_forward0."""
+    faster_of((matmul_forward0, matmul_forward13), out, inp, weight, bias, stream=stream)
 
 
 # The fused ops: first in two steps, which the others have to beat.
@@ -516,12 +516,6 @@ def matmul_gelu_forward13(out, pre, inp, weight, bias, *, stream=0):
     tma.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
 
 
-@matmul_gelu_forward.version(14, "wgmma, fed and stored by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
-def matmul_gelu_forward14(out, pre, inp, weight, bias, *, stream=0):
-    """As matmul_gelu_forward0; C and OC multiples of 4."""
-    tma.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, store_tiles=True, stream=stream)
-
-
 @matmul_residual_forward.version(8, "bias and residual as the sums are stored")
 def matmul_residual_forward8(out, inp, weight, bias, residual, *, stream=0):
     """As matmul_residual_forward0."""
@@ -544,9 +538,3 @@ def matmul_residual_forward12(out, inp, weight, bias, residual, *, stream=0):
 def matmul_residual_forward13(out, inp, weight, bias, residual, *, stream=0):
     """As matmul_residual_forward0; C and OC multiples of 4."""
     tma.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
-
-
-@matmul_residual_forward.version(14, "wgmma, fed and stored by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
-def matmul_residual_forward14(out, inp, weight, bias, residual, *, stream=0):
-    """As matmul_residual_forward0; C and OC multiples of 4."""
-    tma.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, store_tiles=True, stream=stream)

@@ -1,4 +1,4 @@
-"""The engine of versions 13 and 14: wgmma again, fed by a warp that does nothing else, through the tensor memory accelerator.
+"""The engine of version 13: wgmma again, fed by a warp that does nothing else, through the tensor memory accelerator.
 
     out (M,N) = a @ b, where a is (M,K) or, if a_m_major, (K,M) read as its transpose; and b.T is (N,K)
 
@@ -14,8 +14,7 @@ The accelerator rounds to TF32 as it copies, so that wgmma may take both operand
 M-major it is read into registers: TF32 wgmma takes K-major tiles only.
 
 b's tile holds its even rows first, then its odd ones. The sums that a lane gets, columns 2 t and 2 t + 1 of 8, then are
-columns 4 t to 4 t + 3 of out: 16 bytes. Version 13 stores them as they are. In version 14 a warp leaves 16 rows of 32 columns in
-shared memory, for the accelerator to fetch while it goes on.
+columns 4 t to 4 t + 3 of out: 16 bytes.
 """
 
 import functools
@@ -47,7 +46,7 @@ from kernels.matmul.engine import (
     gelu_gate,
     is_aligned,
 )
-from kernels.matmul.wgmma import fence_async, make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait
+from kernels.matmul.wgmma import make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait
 from kernels.tma import (
     WORDS,
     address,
@@ -62,9 +61,6 @@ from kernels.tma import (
     mbarrier_expect,
     mbarrier_init,
     mbarrier_wait,
-    store_tile3,
-    stores_commit,
-    stores_wait,
     take_registers,
     tensor_maps,
 )
@@ -79,7 +75,6 @@ class Tile:
     """Sizes that a kernel is compiled for."""
 
     BN: int = 256  # columns: 128, 192 or 256
-    buffers: int = 0  # 1 or 2 of 16 rows and 32 columns for each warp, if out is stored by TMA too
     groups: int = 2  # warp groups, each with 64 rows
 
     @property
@@ -93,12 +88,12 @@ class Tile:
 
     @property
     def stages(self) -> int:
-        return (SHARED - self.groups * self.buffers * 8192) // (4 * self.stage)
+        return SHARED // (4 * self.stage)
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory a block."""
-        return 4 * self.stages * self.stage + self.groups * self.buffers * 8192
+        return 4 * self.stages * self.stage
 
     @property
     def threads(self) -> int:
@@ -112,8 +107,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
     A_AT, SUMS, BARRIERS, BYTES = BN * BK, BN // 2, 2 * STAGES, 4 * tile.stage
     HALF, WARPS, ALL_RANKS = BN // 2, 4 * tile.groups, 2**CLUSTER - 1
     wgmma, wgmma_shared, wgmma_finish = make_wgmma(BN)
-    BUFFERS, OTHER_BUFFERS = tile.buffers, max(tile.buffers - 1, 0)
-    BELOW, GAP = (4, 16) if a_m_major else (8, 8)  # rows from a lane's first to its second, from a warp's first 8 to its others
+    BELOW = 4 if a_m_major else 8  # rows from a lane's first to its second
     load_bias, load_extra, _ = epilogue_of(epilogue, 1 if transposed else 4, True)
     finished = finished_of(epilogue)
 
@@ -215,7 +209,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
                     load_extra(e, 8 * q + 4 * i, extra, part * M + row + BELOW * i, n, (part + 1) * M, N)
 
     @cuda.jit(device=True)
-    def put_rows(x, out, shared, maps, which, row, column, part, M, N, buffer):
+    def put_rows(x, out, row, column, part, M, N):
         """The lane's 16 bytes of two rows and two places, each to out."""
         for q in range(2):
             for i in range(2):
@@ -224,7 +218,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
                     store4(out, int64(part * M + m) * N + n, x[k], x[k + 1], x[k + 2], x[k + 3])
 
     @cuda.jit(device=True)
-    def put_columns(x, out, shared, maps, which, row, column, part, M, N, buffer):
+    def put_columns(x, out, row, column, part, M, N):
         for q in range(2):
             for i in range(2):
                 for k in range(4):
@@ -232,31 +226,10 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
                     if m < M and n < N:
                         out[part * N + n, m] = x[8 * q + 4 * i + k]
 
-    @cuda.jit(device=True)
-    def put_tile(x, out, shared, maps, which, row, column, part, M, N, buffer):
-        """The warp's 16 rows of 32 columns into a buffer, and from there as two tiles."""
-        lane, warp = int32(cuda.threadIdx.x) & 31, int32(cuda.threadIdx.x) >> 5
-        at = STAGES * STAGE + (warp * BUFFERS + buffer) * (16 * BK)
-        if lane == 0:
-            stores_wait(OTHER_BUFFERS)
-        cuda.syncwarp()
-        r = (lane >> 4) * 8 + (lane >> 2 & 3) if a_m_major else lane >> 2  # of the lane's first row in the buffer
-        for q in range(2):
-            for i in range(2):
-                k, place = 8 * q + 4 * i, 4 * q + (lane & 3)
-                to = at + (r + BELOW * i) * BK + 4 * (place ^ (r + BELOW * i & 7))
-                store4(shared, to, x[k], x[k + 1], x[k + 2], x[k + 3])
-        fence_async()
-        cuda.syncwarp()
-        if lane == 0:
-            store_tile3(shared, at, maps, which, column, row, part)
-            store_tile3(shared, at + 8 * BK, maps, which, column, row + GAP, part)
-            stores_commit()
-
-    put = put_columns if transposed else put_tile if BUFFERS else put_rows
+    put = put_columns if transposed else put_rows
 
     @cuda.jit(device=True)
-    def store(sums, c, b, e, shared, maps, out, extra, row, column, part, M, N):
+    def store(sums, c, b, e, out, extra, row, column, part, M, N):
         """Columns 32 c to 32 c + 31, finished."""
         x = cuda.local.array(16, float32)
         for q in range(2):
@@ -267,25 +240,23 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
                 x[k + 3] = finished(sums[s + HALF // 2 + 1], b[4 * q + 3], e[k + 3])
         column += 32 * c
         if epilogue == BIAS_GELU:
-            put(x, extra, shared, maps, 3 * WORDS, row, column, part, M, N, 0)
+            put(x, extra, row, column, part, M, N)
             for k in range(16):
                 x[k] *= gelu_gate(x[k])
-            put(x, out, shared, maps, 2 * WORDS, row, column, part, M, N, OTHER_BUFFERS)
-        else:
-            put(x, out, shared, maps, 2 * WORDS, row, column, part, M, N, c & OTHER_BUFFERS)
+        put(x, out, row, column, part, M, N)
 
     @cuda.jit(device=True)
-    def store_two(sums, c, b0, e0, b1, e1, shared, maps, out, bias, extra, row, column, part, M, N):
+    def store_two(sums, c, b0, e0, b1, e1, out, bias, extra, row, column, part, M, N):
         """Store 32 columns and the next 32. What is added to the next ones comes meanwhile. (No loop: if the compiler did not
         unroll it, the sums would have to leave their registers.)"""
         load(b1, e1, c + 1, bias, extra, row, column, part, M, N)
-        store(sums, c, b0, e0, shared, maps, out, extra, row, column, part, M, N)
+        store(sums, c, b0, e0, out, extra, row, column, part, M, N)
         if 32 * c + 64 < BN:
             load(b0, e0, c + 2, bias, extra, row, column, part, M, N)
-        store(sums, c + 1, b1, e1, shared, maps, out, extra, row, column, part, M, N)
+        store(sums, c + 1, b1, e1, out, extra, row, column, part, M, N)
 
     @cuda.jit(device=True)
-    def finish(sums, barriers, last, shared, maps, out, bias, extra, row, column, part, M, N):
+    def finish(sums, barriers, last, out, bias, extra, row, column, part, M, N):
         b0 = cuda.local.array(8, float32)
         b1 = cuda.local.array(8, float32)
         e0 = cuda.local.array(16, float32)
@@ -294,15 +265,15 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
         load(b0, e0, 0, bias, extra, row, column, part, M, N)
         wgmma_finish(sums)
         release(barriers, last)
-        store_two(sums, 0, b0, e0, b1, e1, shared, maps, out, bias, extra, row, column, part, M, N)
-        store_two(sums, 2, b0, e0, b1, e1, shared, maps, out, bias, extra, row, column, part, M, N)
+        store_two(sums, 0, b0, e0, b1, e1, out, bias, extra, row, column, part, M, N)
+        store_two(sums, 2, b0, e0, b1, e1, out, bias, extra, row, column, part, M, N)
         if BN > 128:
-            store_two(sums, 4, b0, e0, b1, e1, shared, maps, out, bias, extra, row, column, part, M, N)
+            store_two(sums, 4, b0, e0, b1, e1, out, bias, extra, row, column, part, M, N)
         if BN > 192:
-            store_two(sums, 6, b0, e0, b1, e1, shared, maps, out, bias, extra, row, column, part, M, N)
+            store_two(sums, 6, b0, e0, b1, e1, out, bias, extra, row, column, part, M, N)
 
     @cuda.jit(device=True)
-    def consume(shared, barriers, maps, out, bias, extra, M, N, K, share, items):
+    def consume(shared, barriers, out, bias, extra, M, N, K, share, items):
         """A warp group makes its 64 rows of every tile of out."""
         sums = cuda.local.array(SUMS, float32)
         even = cuda.local.array(16, float32)  # fragments of a by turns: wgmma still reads the one while the other is loaded
@@ -327,9 +298,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
                 stage, parity = next_of(stage, parity)
             row_now, column_now, part_now = row, column, part
             row, column, start, end, part = locate(item + step, M, N, K, share)  # while the last products are under way
-            finish(sums, barriers, last, shared, maps, out, bias, extra, row_now, column_now, part_now, M, N)
-        if BUFFERS and int32(cuda.threadIdx.x) & 31 == 0:
-            stores_wait(0)
+            finish(sums, barriers, last, out, bias, extra, row_now, column_now, part_now, M, N)
 
     @cuda.jit(fastmath=True, launch_bounds=(THREADS, 1))
     def matmul_tma_kernel(out, maps, bias, extra, M, N, K, share, items):
@@ -347,7 +316,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
         cluster_sync()
         if thread < 32 * WARPS:
             take_registers(224)
-            consume(shared, barriers, maps, out, bias, extra, M, N, K, share, items)
+            consume(shared, barriers, out, bias, extra, M, N, K, share, items)
         else:
             give_registers(56)
             if thread == 32 * WARPS:
@@ -358,27 +327,27 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
     return keep_compiled(matmul_tma_kernel, tile, a_m_major, epilogue, transposed)
 
 
-def choose(M: int, N: int, K: int, store_tiles: bool) -> tuple[Tile, int]:
+def choose(M: int, N: int, K: int) -> tuple[Tile, int]:
     """The tile, and into how many parts to split K."""
     rates = {256: 2.7e12, 192: 2.45e12, 128: 1.85e12}  # FLOPs a second of a multiprocessor
     rows = ceil_div(M, 256) * 256
     timed = {BN: best_splits(rows, N, K, 128, BN, rate) for BN, rate in rates.items()}
     BN = min(timed, key=timed.get)
-    return Tile(BN, store_tiles * (1 if BN == 192 else 2)), timed[BN][1]
+    return Tile(BN), timed[BN][1]
 
 
 def multiply(
-    out, a, b, *, a_m_major=False, transposed=False, epilogue=STORE, bias=None, extra=None, store_tiles=False,
+    out, a, b, *, a_m_major=False, transposed=False, epilogue=STORE, bias=None, extra=None,
     tile=None, splits=None, stream=0,
 ):  # fmt: skip
     """out (M,N), or (N,M) if transposed, = epilogue(a @ b): a is (M,K), or (K,M) if a_m_major; b.T is (N,K). bias: (N,), not if
-    transposed; extra: like out, what the epilogue reads or writes; store_tiles: whether out leaves by TMA, not if transposed.
+    transposed; extra: like out, what the epilogue reads or writes.
     Raises ShapeError unless rows and channels are multiples of 4."""
     M, K = a.shape[::-1] if a_m_major else a.shape
     N = b.shape[0]
     bias, extra = out if bias is None else bias, out if extra is None else extra
     need(is_aligned(out, a, b, extra, bias) and N % 4 == 0, "needs channels in multiples of 4, in arrays aligned to 16 bytes")
-    chosen, parts = choose(M, N, K, store_tiles)
+    chosen, parts = choose(M, N, K)
     tile, splits = tile or chosen, splits or parts
     share = ceil_div(ceil_div(K, splits), 2 * BK) * 2 * BK
     splits = ceil_div(K, share)
@@ -387,8 +356,6 @@ def multiply(
     maps = tensor_maps(
         (address(a), a.shape[::-1], (a.shape[1],), (32, 32 if a_m_major else tile.BM), True),
         (address(b), (K, 2, N // 2), (K, 2 * K), (BK, 1, tile.BN // 2), True),
-        (address(target), (columns, rows, splits), (columns, rows * columns), (32, 8, 1), False),
-        (address(extra), (columns, rows, 1), (columns, rows * columns), (32, 8, 1), False),
     )
     items = ceil_div(M, CLUSTER * tile.BM) * ceil_div(N, tile.BN) * splits
     blocks = min(items, multiprocessors() // CLUSTER) * CLUSTER
