@@ -32,8 +32,9 @@ from data.loader import DataLoader
 from kernels.device import TARGET, cuda
 from kernels.ladder import card, measure, roofline
 from kernels.op import load_all
-from kernels.pick import keep_pick, pick_from
+from kernels.pick import keep_pick, pick_from, pick_in_step
 from kernels.profile import profile_step
+from kernels.timing import median_ms
 from model import GPT2, Tensors, config_of_size, parameter_shapes, random_parameters
 
 FOLDER = Path(__file__).parent.parent / "doc" / "benchmarks"
@@ -43,7 +44,7 @@ SLOW = 3.0  # versions that much slower than the best of their precision at an o
 
 def measure_ops(names: list[str], results: dict, checked: bool = True) -> None:
     """Every version at the op's shape; those that are not slow there at the trainer's shapes and at large ones too. What is
-    best at the trainer's is picked."""
+    best at the trainer's is picked; of the products, what is best in a step."""
     for op in load_all().values():
         if names and not any(name in op.name for name in names):
             continue
@@ -64,7 +65,7 @@ def measure_ops(names: list[str], results: dict, checked: bool = True) -> None:
                 keep = [old for old in results.get(name, []) if (old["op"], old["shape"]) != (op.name, shape)]
                 results[name] = keep + [{**asdict(row), "commit": commit()} for row in new]
             save(results)
-        number = pick_from(op, for_trainer)
+        number = (pick_in_step if op.flops else pick_from)(op, for_trainer)
         if number is not None:
             keep_pick(op.name, number)
 
@@ -98,7 +99,13 @@ WITHOUT = {  # what each idea brings: the step without it
     "nothing aside": {"overlap": False},
     "weight gradients without a transpose": {"kernels": {"matmul_backward_weight": 0}},
     "neither": {"overlap": False, "kernels": {"matmul_backward_weight": 0}},
+    "GELU in kernels of its own": {"kernels": {"matmul_gelu_forward": 1, "matmul_gelu_backward_input": 1}},
     "GELU in cuBLASLt's epilogues": {"kernels": {"matmul_gelu_forward": 0, "matmul_gelu_backward_input": 0}},
+    "cuBLASLt alone where it shares the products with version 13": {
+        "kernels": {"matmul_forward": 0, "matmul_backward_weight": 2}
+    },
+    "the inputs' gradients by version 13": {"kernels": {"matmul_backward_input": 13}},
+    "attention without wgmma": {"kernels": {"attention_forward": 7, "attention_backward": 7}},
     "fused ops replaced (--fused 0)": {"fused": False},
     "no graphs (--graph 0)": {"graph": False},
 }
@@ -111,7 +118,7 @@ def measure_steps(prefix: str, results: dict, steps: int = 40) -> None:
         for name, options in table.items():
             model = GPT2.random("d12", "cuda", report=lambda line: None, **options)
             loader, numbers = DataLoader(f"{prefix}_train.bin", B, T), itertools.count(1)
-            measured[name] = _median_ms(lambda: model.train_step(*loader.next_batch(), 3e-4, next(numbers)), steps)  # noqa: B023
+            measured[name] = median_ms(lambda: model.train_step(*loader.next_batch(), 3e-4, next(numbers)), steps)  # noqa: B023
             print(f"{name}: {measured[name]:.2f} ms", flush=True)
             if name == "llm.numba":
                 profiled = profile_step(model, *loader.next_batch(), 3e-4, next(numbers))
@@ -130,19 +137,9 @@ def measure_steps(prefix: str, results: dict, steps: int = 40) -> None:
     for name, compiled in {"PyTorch eager": False, "PyTorch torch.compile": True}.items():
         step = TorchStep(random_parameters_of("d12"), compiled)
         loader = DataLoader(f"{prefix}_train.bin", B, T)
-        found[name] = _median_ms(lambda: step(*loader.next_batch()), steps)  # noqa: B023
+        found[name] = median_ms(lambda: step(*loader.next_batch()), steps)  # noqa: B023
         print(f"{name} {torch.__version__}: {found[name]:.2f} ms", flush=True)
         save(results)
-
-
-def _median_ms(step, steps: int) -> float:
-    times = []
-    for i in range(steps + 5):
-        began = time.perf_counter()
-        step()
-        if i >= 5:
-            times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times)
 
 
 def random_parameters_of(size: str):
@@ -254,7 +251,7 @@ def _measure_batch(prefix: str, batch: int, recompute: bool, steps: int = 8) -> 
         batches = itertools.repeat(loader.next_batch())
     else:
         batches = iter(loader.next_batch, None)
-    ms = _median_ms(lambda: model.train_step(*next(batches), 3e-4, next(numbers)), steps)
+    ms = median_ms(lambda: model.train_step(*next(batches), 3e-4, next(numbers)), steps)
     model.close()
     mib = sizes["activations"], sum(sizes.values())
     return {"B": batch, "recompute": recompute, "ms": ms, "activations MiB": mib[0], "all MiB": mib[1]}
@@ -272,9 +269,9 @@ def _host_ms(prefix: str, steps: int = 40) -> float:
         graph.launch(stream)
         step()
 
-    _median_ms(step, 1)
+    median_ms(step, 1)
     (graph,), stream = model.backend.graphs.values(), model.backend.core_streams[0]
-    pairs = [(_median_ms(step, 1), _median_ms(step_and_graph, 1)) for _ in range(steps // 5)]  # by turns: the clock changes
+    pairs = [(median_ms(step, 1), median_ms(step_and_graph, 1)) for _ in range(steps // 5)]  # by turns: the clock changes
     model.close()
     one, two = (statistics.median(times) for times in zip(*pairs, strict=True))
     return 2 * one - two

@@ -38,6 +38,7 @@ class Version:
     repeatable: bool = True  # bit for bit, run after run; False where the order of atomics decides
     needs_cc: tuple[int, int] = (7, 5)  # the compute capability that its instructions need
     needs: Callable[[], str | None] = lambda: None  # a library that has to be there: a sentence where it is missing
+    chooses: bool = False  # it is one of the other versions, by shape
 
     @property
     def tolerance(self) -> float:
@@ -135,8 +136,8 @@ def of_layer(layer: str, pass_: str | None = None) -> list[Op]:
 class Picked:
     """The picked version of every op as a namespace: `ops.gelu_forward(out, inp)`, like the module cpu_reference.
 
-    picks: op name -> version number. Where a version refuses a shape or cannot run here, the next one down the ladder
-    takes its place.
+    picks: op name -> version number. Where a version refuses a shape or cannot run here, a library's takes its place, version
+    0, and else the next one down the ladder.
     """
 
     def __init__(self, picks: dict[str, int], *, stream=0, tf32: bool = True, watch: Callable = lambda name: None):
@@ -148,7 +149,7 @@ class Picked:
         op = OPS[name]
         allowed = [v for v in op.versions.values() if (self.tf32 or v.precision != "tf32") and not v.why_not()]
         first = self.picks.get(name)
-        return sorted(allowed, key=lambda v: (v.number != first, v.number == 0, -v.number))
+        return sorted(allowed, key=lambda v: (v.number != first, v.number != 0, -v.number))
 
     def __getattr__(self, name: str) -> Callable:
         if name not in OPS:

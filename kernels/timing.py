@@ -86,6 +86,17 @@ def time_launches(launch: Callable[[], None], repeats: int = 30) -> Times:
     return Times(statistics.median(times), times[repeats // 10], times[-1 - repeats // 10], repeats)
 
 
+def median_ms(step: Callable[[], object], steps: int) -> float:
+    """Wall-clock milliseconds of a call that waits for the GPU, once it has warmed up."""
+    times = []
+    for i in range(steps + 5):
+        began = time.perf_counter()
+        step()
+        if i >= 5:
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
 @cuda.jit(cache=True)
 def copy_kernel(out, inp):
     i = 4 * cuda.grid(1)

@@ -161,7 +161,9 @@ def matmul_backward_input13(dinp, dout, weight, *, stream=0):
     tma.multiply(dinp, dout, transpose(weight, stream), stream=stream)
 
 
-@matmul_backward_input.version(14, "version 0 or 13, the faster at the shape", precision="tf32", needs_cc=(9, 0), needs=missing)
+@matmul_backward_input.version(
+    14, "version 0 or 13, the faster at the shape", precision="tf32", needs_cc=(9, 0), needs=missing, chooses=True
+)
 def matmul_backward_input14(dinp, dout, weight, *, stream=0):
     """As matmul_backward_input0."""
     faster_of((matmul_backward_input0, matmul_backward_input13), dinp, dout, weight, stream=stream)
@@ -273,7 +275,9 @@ def matmul_backward_weight13(dweight, dout, inp, accumulate, *, stream=0):
     )  # fmt: skip
 
 
-@matmul_backward_weight.version(14, "version 2 or 13, the faster at the shape", precision="tf32", needs_cc=(9, 0), needs=missing)
+@matmul_backward_weight.version(
+    14, "version 2 or 13, the faster at the shape", precision="tf32", needs_cc=(9, 0), needs=missing, chooses=True
+)
 def matmul_backward_weight14(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight2."""
     versions = matmul_backward_weight2, matmul_backward_weight13

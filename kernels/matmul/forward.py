@@ -476,7 +476,9 @@ def matmul_forward13(out, inp, weight, bias, *, stream=0):
     tma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
 
 
-@matmul_forward.version(14, "cuBLASLt or version 13, the faster at the shape", precision="tf32", needs_cc=(9, 0), needs=missing)
+@matmul_forward.version(
+    14, "cuBLASLt or version 13, the faster at the shape", precision="tf32", needs_cc=(9, 0), needs=missing, chooses=True
+)
 def matmul_forward14(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0."""
     faster_of((matmul_forward0, matmul_forward13), out, inp, weight, bias, stream=stream)
