@@ -72,8 +72,8 @@ def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
 def best_table(results: dict, op: str, fp32: bool = False) -> list[str]:
     from kernels.op import load_all
 
-    single = {number for number, version in load_all()[op].versions.items() if not version.chooses}
-    rows = [row for row in results["rows"] if row["op"] == op and row["us"] and row["version"] in single]
+    chooses = {number for number, version in load_all()[op].versions.items() if version.chooses}
+    rows = [row for row in results["rows"] if row["op"] == op and row["us"] and row["version"] not in chooses]
     if fp32:
         theirs = [row for row in results.get("rows in fp32", []) if row["op"] == op and row["us"]]
         if not theirs:

@@ -135,8 +135,9 @@ def test_wgmma_ends_as_told(core, epilogue, transposed):
 
 @in_the_simulator
 @pytest.mark.parametrize(("BN", "a_m_major"), [(192, False), (256, True)])
-def test_blocks_go_from_tile_to_tile_and_stages_round_the_ring(BN, a_m_major):
-    M, N, K = 132, 2 * BN + 8, 164  # six tiles for four blocks, six steps for four or five stages
+def test_a_block_goes_from_tile_to_tile_and_stages_round_the_ring(BN, a_m_major, monkeypatch):
+    monkeypatch.setattr(tma, "multiprocessors", lambda: 1)
+    M, N, K = 100, BN + 8, 164  # two tiles for a block, six steps for four or five stages
     a, b = normal(M, K), normal(N, K)
     out = np.full((M, N), np.nan, np.float32)
     tma.multiply(out, np.ascontiguousarray(a.T) if a_m_major else a, b, a_m_major=a_m_major, tile=tma.Tile(BN), splits=1)

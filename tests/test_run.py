@@ -289,13 +289,13 @@ def test_a_table_in_fp32_sets_fp32_beside_fp32(monkeypatch):
 
     def row(version, us, precision):
         shape = {"N": 8}
-        return {"op": "op", "version": version, "us": us, "precision": precision, "shape": shape, "right": None, "tflops": 1.0}
+        return {"op": "matmul_forward", "version": version, "us": us, "precision": precision, "shape": shape, "right": None, "tflops": 1.0}
 
     results = {"card": "card", "prefix": "", "file": "file", "rows": [row(0, 1, "tf32"), row(8, 5, "fp32"), row(10, 2, "tf32")]}
-    assert "not been measured" in fill_tables.best_table(results, "op", fp32=True)[0]
+    assert "not been measured" in fill_tables.best_table(results, "matmul_forward", fp32=True)[0]
     results["rows in fp32"] = [row(0, 4, "fp32")]
-    assert "| N=8 | 4.0 | 8 | 5.0 | 1.0 | 80% |" in fill_tables.best_table(results, "op", fp32=True)
-    assert "| N=8 | 1.0 | 10 | 2.0 | 1.0 | 50% |" in fill_tables.best_table(results, "op")
+    assert "| N=8 | 4.0 | 8 | 5.0 | 1.0 | 80% |" in fill_tables.best_table(results, "matmul_forward", fp32=True)
+    assert "| N=8 | 1.0 | 10 | 2.0 | 1.0 | 50% |" in fill_tables.best_table(results, "matmul_forward")
 
 
 @pytest.mark.parametrize("home", ["/proc", "/dev/null"])
