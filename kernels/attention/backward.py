@@ -858,7 +858,7 @@ def flash_wgmma_dq():
         b, h = cuda.blockIdx.x // NH, cuda.blockIdx.x % NH
         query0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * hopper.ROWS)
         row, keys = int32(query0 + hopper.group_row()), min(int32(query0 + hopper.ROWS), T)
-        end = int32(query0 + hopper.GROUP_ROWS * ((cuda.threadIdx.x >> 7) + 1))  # of the keys that the group sees
+        end = int32(query0 + hopper.GROUP_ROWS * (hopper.group_number() + 1))  # of the keys that the group sees
         first = int64(b) * T * 3 * C + 64 * h
         q, do, dq = cuda.local.array(32, float32), cuda.local.array(32, float32), cuda.local.array(32, float32)
         p, dp = cuda.local.array(32, float32), cuda.local.array(32, float32)
@@ -936,7 +936,7 @@ def flash_wgmma_dkv():
         T = int32(T)
         b, h = cuda.blockIdx.x // NH, cuda.blockIdx.x % NH
         key0 = int32(cuda.blockIdx.y * hopper.ROWS)
-        row, group0 = int32(key0 + hopper.group_row()), int32(key0 + hopper.GROUP_ROWS * (cuda.threadIdx.x >> 7))
+        row, group0 = int32(key0 + hopper.group_row()), int32(key0 + hopper.GROUP_ROWS * hopper.group_number())
         first, first_out = int64(b) * T * 3 * C + 64 * h, int64(b) * T * C + 64 * h
         k, v = cuda.local.array(32, float32), cuda.local.array(32, float32)
         dk, dv = cuda.local.array(32, float32), cuda.local.array(32, float32)

@@ -529,7 +529,7 @@ def flash_wgmma():
         b, h = cuda.blockIdx.x // NH, cuda.blockIdx.x % NH
         query0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * hopper.ROWS)
         row, keys = int32(query0 + hopper.group_row()), min(int32(query0 + hopper.ROWS), T)
-        end = int32(query0 + hopper.GROUP_ROWS * ((cuda.threadIdx.x >> 7) + 1))  # of the keys that the group sees
+        end = int32(query0 + hopper.GROUP_ROWS * (hopper.group_number() + 1))  # of the keys that the group sees
         first = int64(b) * T * 3 * C + C + 64 * h
         s, o = cuda.local.array(32, float32), cuda.local.array(32, float32)
         top, total = cuda.local.array(2, float32), cuda.local.array(2, float32)

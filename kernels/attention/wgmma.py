@@ -16,7 +16,7 @@ Registers, for both a warp group's 64 x 64 accumulators and first operands, are 
 """
 
 from kernels.attention.tiles import MASKED, round_tf32
-from kernels.device import cp_async16, cuda, float32, int32, int64, load4, need, store2, store4, uint64
+from kernels.device import FULL_MASK, cp_async16, cuda, float32, int32, int64, load4, need, store2, store4, uint64
 from kernels.intrinsics import ptx
 from kernels.matmul.wgmma import make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait
 
@@ -137,6 +137,13 @@ def turn_block(smem, tile, turned):
 
 
 # Rows that a warp group owns ------------------------------------------------------------------------------------------
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def group_number():
+    """Of this thread's warp group. From the warp's first lane, so that the compiler knows: what depends on it is the same in all
+    lanes. A wgmma's place in shared memory is then computed in uniform registers, where it is wanted, and not brought there."""
+    return int32(cuda.shfl_sync(FULL_MASK, int32(cuda.threadIdx.x) >> 7, 0))
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
