@@ -810,19 +810,19 @@ def attention_backward7(dqkv, dout, qkv, out, lse, NH, *, stream=0):
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def row_statistics8(lse2, delta, stats, dout, out, lse, b, h, row):
-    """The log-sum-exp and delta of this thread's two rows, which stats gets as well, for the other kernel."""
-    T, lane = int32(out.shape[1]), int32(cuda.threadIdx.x) & 3
+def row_statistics8(lse2, delta, stats, smem, dout, out, lse, b, h, row):
+    """The log-sum-exp and delta of this thread's two rows, which stats gets as well, for the other kernel. In shared memory at
+    `dout` and `out` lie the block's rows of these."""
+    T, lane = int32(lse.shape[2]), int32(cuda.threadIdx.x) & 3
+    own = int32(hopper.group_number() * hopper.TILE + (hopper.group_row() & 63) * 32)
     for r in range(2):
         at, x = int32(row + 8 * r), float32(0)
-        lse2[r] = SEES_NOTHING
-        if at < T:
-            lse2[r] = lse[b, h, at] * float32(LOG2E)
-            first = int64(b * T + at) * out.shape[2] + 64 * h + 4 * lane
-            for k in range(4):
-                a0, a1, a2, a3 = load4(out, first + 16 * k)
-                d0, d1, d2, d3 = load4(dout, first + 16 * k)
-                x += a0 * d0 + a1 * d1 + a2 * d2 + a3 * d3
+        lse2[r] = lse[b, h, min(at, T - 1)] * float32(LOG2E) if at < T else SEES_NOTHING
+        for k in range(4):
+            i = int32(own + (k >> 1) * hopper.HALF + 8 * 32 * r + 4 * ((4 * k + lane ^ row) & 7))
+            a0, a1, a2, a3 = load4(smem, out + i)
+            d0, d1, d2, d3 = load4(smem, dout + i)
+            x += a0 * d0 + a1 * d1 + a2 * d2 + a3 * d3
         delta[r] = quad_sum(x)
         if lane == 0 and at < stats.shape[1]:
             stats[cuda.blockIdx.x, at, 0] = lse2[r]
@@ -833,6 +833,7 @@ def row_statistics8(lse2, delta, stats, dout, out, lse, b, h, row):
 def flash_wgmma_dq():
     """The kernel that owns 128 queries a block, 64 a warp group, and walks over their keys, 64 a step."""
     TILE, STAGE = hopper.TILE, 3 * hopper.TILE
+    QUERY, DOUT, OUT = 2 * STAGE, 2 * STAGE + 2 * TILE, 2 * STAGE + 4 * TILE  # before the last stage is needed, and behind it
     SCALE, SCALE2 = float32(1 / math.sqrt(64)), float32(LOG2E / math.sqrt(64) * hopper.MADE_UP)
 
     @cuda.jit(device=True)
@@ -852,22 +853,29 @@ def flash_wgmma_dq():
 
     @cuda.jit(fastmath=True, launch_bounds=(hopper.THREADS, 1))
     def flash_wgmma_dq_kernel(dqkv, stats, dout, qkv, out, lse, NH):
-        smem = cuda.shared.array(0, float32, alignment=1024)  # three times a tile of keys, the same transposed, one of values
+        # three times a tile of keys, the same transposed, one of values; the block's rows of q, dout and out
+        smem = cuda.shared.array(0, float32, alignment=1024)
         _, T, C = out.shape
         T, stride = int32(T), int32(3 * C)
         b, h = cuda.blockIdx.x // NH, cuda.blockIdx.x % NH
         query0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * hopper.ROWS)
         row, keys = int32(query0 + hopper.group_row()), min(int32(query0 + hopper.ROWS), T)
         end = int32(query0 + hopper.GROUP_ROWS * (hopper.group_number() + 1))  # of the keys that the group sees
-        first = int64(b) * T * 3 * C + 64 * h
+        first, first_out = int64(b) * T * 3 * C + 64 * h, int64(b) * T * C + 64 * h
         q, do, dq = cuda.local.array(32, float32), cuda.local.array(32, float32), cuda.local.array(32, float32)
         p, dp = cuda.local.array(32, float32), cuda.local.array(32, float32)
         lse2, delta = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        hopper.copy_rows(smem, QUERY, qkv, first, stride, query0, T)
+        hopper.copy_rows(smem, DOUT, dout, first_out, int32(C), query0, T)
+        hopper.copy_rows(smem, OUT, out, first_out, int32(C), query0, T)
+        cp_async_commit()
         copy(smem, 0, qkv, first + C, stride, int32(0), keys, T)
         copy(smem, STAGE, qkv, first + C, stride, int32(hopper.STEP), keys, T)
-        hopper.load_rows(q, qkv, b, row, 64 * h, SCALE2)
-        hopper.load_rows(do, dout, b, row, 64 * h, hopper.MADE_UP)
-        row_statistics8(lse2, delta, stats, dout, out, lse, b, h, row)
+        cp_async_wait(2)
+        cuda.syncthreads()
+        hopper.rows_operand(q, smem, QUERY, SCALE2)
+        hopper.rows_operand(do, smem, DOUT, hopper.MADE_UP)
+        row_statistics8(lse2, delta, stats, smem, DOUT, OUT, lse, b, h, row)
         hopper.clear(dq)
         arrive(smem, 0)
         hopper.rows_product(p, q, smem, 0)
@@ -905,6 +913,7 @@ def flash_wgmma_dkv():
     """The kernel that owns 128 keys and values a block, 64 a warp group, and walks over the queries that see them, 64 a step,
     the last ones first."""
     TILE, STAGE = hopper.TILE, 4 * hopper.TILE
+    KEY, VALUE = 2 * STAGE, 2 * STAGE + 2 * TILE  # the block's rows, before the last stage is needed
     STATS = 3 * STAGE  # where a stage's statistics stand, 2 * hopper.STEP floats behind those of the one before
     SCALE, SCALE2 = float32(1 / math.sqrt(64)), float32(LOG2E / math.sqrt(64) * hopper.MADE_UP)
 
@@ -942,10 +951,15 @@ def flash_wgmma_dkv():
         dk, dv = cuda.local.array(32, float32), cuda.local.array(32, float32)
         p, dp = cuda.local.array(32, float32), cuda.local.array(32, float32)
         query0 = int32((T - 1) // hopper.STEP * hopper.STEP)
+        hopper.copy_rows(smem, KEY, qkv, first + C, int32(3 * C), key0, T)
+        hopper.copy_rows(smem, VALUE, qkv, first + 2 * C, int32(3 * C), key0, T)
+        cp_async_commit()
         copy(smem, 0, stats, dout, qkv, first, first_out, query0, key0, T)
         copy(smem, STAGE, stats, dout, qkv, first, first_out, int32(query0 - hopper.STEP), key0, T)
-        hopper.load_rows(k, qkv, b, row, C + 64 * h, SCALE2)
-        hopper.load_rows(v, qkv, b, row, 2 * C + 64 * h, hopper.MADE_UP)
+        cp_async_wait(2)
+        cuda.syncthreads()
+        hopper.rows_operand(k, smem, KEY, SCALE2)
+        hopper.rows_operand(v, smem, VALUE, hopper.MADE_UP)
         hopper.clear(dk)
         hopper.clear(dv)
         arrive(smem, 0)
@@ -996,7 +1010,7 @@ def attention_backward8(dqkv, dout, qkv, out, lse, NH, *, stream=0):
     B, T, C = out.shape
     hopper.check_head_size(head_size(C, NH))
     stats, grid = statistics(B, T, NH), (B * NH, ceil_div(T, hopper.ROWS))
-    dq = big_shared(flash_wgmma_dq(), grid, hopper.THREADS, stream, 4 * 3 * 3 * hopper.TILE)
+    dq = big_shared(flash_wgmma_dq(), grid, hopper.THREADS, stream, 4 * 12 * hopper.TILE)
     dq(dqkv, stats, dout, qkv, out, lse, NH)
     dkv = big_shared(flash_wgmma_dkv(), grid, hopper.THREADS, stream, 4 * 3 * (4 * hopper.TILE + 2 * hopper.STEP))
     dkv(dqkv, stats, dout, qkv, NH)

@@ -483,18 +483,18 @@ def attention_forward7(out, lse, qkv, NH, *, stream=0):
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def online_softmax8(s, o, top, total):
-    """online_softmax of a warp group's accumulators."""
+def online_softmax8(s, o, top, total, scale):
+    """online_softmax of a warp group's accumulators, times the scale."""
     for r in range(2):
-        x = top[r]
+        x = MASKED
         for j in range(2 * r, 32, 4):
             x = max(x, max(s[j], s[j + 1]))
-        x = quad_max(x)
+        x = max(top[r], quad_max(x) * scale)
         shrink = exp2_approx(top[r] - x)
         top[r] = x
         y = total[r] * shrink
         for j in range(2 * r, 32, 4):
-            p0, p1 = exp2_approx(s[j] - x), exp2_approx(s[j + 1] - x)
+            p0, p1 = exp2_approx(s[j] * scale - x), exp2_approx(s[j + 1] * scale - x)
             y += p0 + p1
             s[j], s[j + 1] = round_tf32(p0), round_tf32(p1)
             o[j] *= shrink
@@ -505,7 +505,7 @@ def online_softmax8(s, o, top, total):
 @functools.cache
 def flash_wgmma():
     """The kernel for heads of 64 channels: 128 queries a block, 64 a warp group, 64 keys a step."""
-    SCALE, TILE = float32(LOG2E / math.sqrt(64) * hopper.MADE_UP), hopper.TILE
+    SCALE, TILE = float32(LOG2E / math.sqrt(64) * hopper.MADE_UP**2), hopper.TILE  # queries and keys are cut off
     VALUE, QUERY = 4 * TILE, 5 * TILE
 
     @cuda.jit(device=True)
@@ -533,9 +533,8 @@ def flash_wgmma():
         first = int64(b) * T * 3 * C + C + 64 * h
         s, o = cuda.local.array(32, float32), cuda.local.array(32, float32)
         top, total = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        hopper.copy_rows(smem, QUERY, qkv, first - C, stride, query0, T)
         copy(smem, 0, qkv, first, stride, int32(0), T)
-        hopper.load_rows(s, qkv, b, row, 64 * h, SCALE)
-        hopper.keep_rows(smem, QUERY, s)
         hopper.clear(o)
         for r in range(2):
             top[r] = MASKED
@@ -547,11 +546,11 @@ def flash_wgmma():
             next0 = int32(key0 + hopper.STEP)
             if next0 < keys:
                 copy(smem, next, qkv, first, stride, next0, T)
-            hopper.rows_product_kept(s, smem, QUERY, now)
+            hopper.tiles_product(s, smem, QUERY + hopper.group_number() * TILE, now)
             hopper.wgmma_finish(s)
             if next0 >= end:
                 hopper.mask_above(s, row - key0)
-            online_softmax8(s, o, top, total)
+            online_softmax8(s, o, top, total, SCALE)
             hopper.add_columns_product(o, s, smem, now + TILE)
             if next0 >= keys:
                 break

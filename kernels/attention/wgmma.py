@@ -31,7 +31,7 @@ TILE = 2 * HALF  # floats
 # numbers shrinks by about 2/3 of 2^-11: the other factor makes up for it. What remains is no more than rounding's error.
 MADE_UP = float32(1 + 2 / 3 / 2**11)
 
-wgmma, _, wgmma_finish = make_wgmma(64)
+wgmma, wgmma_shared, wgmma_finish = make_wgmma(64)
 
 
 def check_head_size(hs: int) -> None:
@@ -51,21 +51,13 @@ def rows_product(s, a, smem, tile):
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def keep_rows(smem, kept, a):
-    """Lay down a, for rows_product_kept. Threads find there what they wrote themselves."""
+def tiles_product(s, smem, rows, tile):
+    """Start s = rows @ tile.T, contracted over channels: both are tiles."""
+    wgmma_fence()
     for k in range(8):
-        store4(smem, kept + 4 * (k * THREADS + int32(cuda.threadIdx.x)), a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3])
-
-
-@cuda.jit(device=True, cache=True, forceinline=True)
-def rows_product_kept(s, smem, kept, tile):
-    """rows_product with an operand that keep_rows has laid down. Where no product is under way at the end of a loop's step, an
-    operand that stays in registers through all steps is not safe: ptxas 13.0 gives its registers to the next product's."""
-    a = cuda.local.array(32, float32)
-    for k in range(8):
-        at = kept + 4 * (k * THREADS + int32(cuda.threadIdx.x))
-        a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3] = load4(smem, at)
-    rows_product(s, a, smem, tile)
+        at = (k >> 2) * HALF + 8 * (k & 3)
+        wgmma_shared(s, smem, rows + at, tile + at, k > 0)
+    wgmma_commit()
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
@@ -154,14 +146,22 @@ def group_row():
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def load_rows(a, source, b, row, channel, factor):
-    """a: the group's rows of source[b], 64 channels, times the factor, rounded. `row` is this thread's."""
-    b, c = uint64(b), uint64(channel + (int32(cuda.threadIdx.x) & 3))  # unsigned: numba asks of no index whether it is negative
-    last = int32(source.shape[1] - 1)
-    for r in range(2):
-        at = uint64(min(int32(row + 8 * r), last))
-        for k in range(16):
-            a[4 * (k >> 1) + 2 * (k & 1) + r] = round_tf32(source[b, at, c + uint64(4 * k)] * factor)
+def copy_rows(smem, tile, source, first, stride, row0, T):
+    """Start to copy a tile for each warp group: the block's rows, of which row0 is the first."""
+    copy_block(smem, tile, source, first, stride, row0, T)
+    copy_block(smem, tile + TILE, source, first, stride, int32(row0 + GROUP_ROWS), T)
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def rows_operand(a, smem, tile, factor):
+    """a: the group's rows, of the two tiles that copy_rows has brought, times the factor, rounded."""
+    g, t = int32(cuda.threadIdx.x) >> 2 & 7, int32(cuda.threadIdx.x) & 3
+    row = int32(tile + group_number() * TILE + (group_row() & 63) * 32 + t)
+    for k in range(8):
+        for c in range(2):
+            at = uint64(row + (k >> 2) * HALF + 4 * (2 * (k & 3) + c ^ g))  # unsigned: numba asks whether others are negative
+            a[4 * k + 2 * c] = round_tf32(smem[at] * factor)
+            a[4 * k + 2 * c + 1] = round_tf32(smem[at + uint64(8 * 32)] * factor)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
