@@ -288,8 +288,8 @@ def test_a_table_in_fp32_sets_fp32_beside_fp32(monkeypatch):
     import fill_tables
 
     def row(version, us, precision):
-        shape = {"N": 8}
-        return {"op": "matmul_forward", "version": version, "us": us, "precision": precision, "shape": shape, "right": None, "tflops": 1.0}
+        about = {"op": "matmul_forward", "shape": {"N": 8}, "right": None, "tflops": 1.0}
+        return about | {"version": version, "us": us, "precision": precision}
 
     results = {"card": "card", "prefix": "", "file": "file", "rows": [row(0, 1, "tf32"), row(8, 5, "fp32"), row(10, 2, "tf32")]}
     assert "not been measured" in fill_tables.best_table(results, "matmul_forward", fp32=True)[0]
