@@ -137,7 +137,7 @@ def matmul_backward_input1(dinp, dout, weight, *, stream=0):
     matmul_backward_input_kernel1[(ceil_div(C, 32), ceil_div(N, 8)), (32, 8), stream](dinp, dout, weight)
 
 
-@matmul_backward_input.version(8, "the engine in fp32: register tiles, cp.async, three stages")
+@matmul_backward_input.version(8, "the engine in fp32: register tiles, cp.async, three stages", needs_cc=(8, 0))
 def matmul_backward_input8(dinp, dout, weight, *, stream=0):
     """As matmul_backward_input0."""
     engine.multiply(dinp, dout, weight, b_m_major=True, tf32=False, stream=stream)
@@ -177,7 +177,7 @@ def matmul_gelu_backward_input1(dinp, dout, weight, pre, *, tf32=True, stream=0)
     gelu_backward.versions[3](*(array.reshape(array.size) for array in (dinp, pre, dgelu)), stream=stream)
 
 
-@matmul_gelu_backward_input.version(8, "the engine in fp32, GELU's slope on the way")
+@matmul_gelu_backward_input.version(8, "the engine in fp32, GELU's slope on the way", needs_cc=(8, 0))
 def matmul_gelu_backward_input8(dinp, dout, weight, pre, *, stream=0):
     """As matmul_gelu_backward_input0, any C."""
     engine.multiply(dinp, dout, weight, b_m_major=True, epilogue=engine.SLOPE, extra=pre, tf32=False, stream=stream)
@@ -234,7 +234,7 @@ def matmul_backward_weight2(dweight, dout, inp, accumulate, *, tf32=True, stream
         cublas.product(dweight, smaller, inp, add=add, tf32=tf32, stream=stream)
 
 
-@matmul_backward_weight.version(8, "the engine in fp32, the rows split among blocks where there are few tiles")
+@matmul_backward_weight.version(8, "the engine in fp32, the rows split among blocks where there are few tiles", needs_cc=(8, 0))
 def matmul_backward_weight8(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight0."""
     epilogue = engine.ADD if accumulate else engine.STORE

@@ -393,10 +393,11 @@ def fp32_core(tile: "Tile", epilogue: int, aligned: bool):
 
     @cuda.jit(device=True)
     def multiply(sums, a, b, next_b):
-        """There and back along b: an operand that the last multiply-add had too need not be read from its register again."""
+        """Back and forth along b: an operand that the last multiply-add had too need not be read from its register again. The last
+        of b, which is read last, comes first: what could begin without it the assembler would begin, and mix up the order."""
         for i in range(A):
             for k in range(B):
-                j = k if i % 2 == 0 else B - 1 - k
+                j = k if i % 2 == 1 else B - 1 - k
                 sums[i * B + j] += a[i] * b[j]
 
     @cuda.jit(device=True)
@@ -435,39 +436,44 @@ def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_alig
         A, B, SLICES, UNROLL, PARTS, STORES = WM // 4, WN // 8, BK, 8, 8, SUMS // 16
         read, round_b, multiply, store_part = fp32_core(tile, epilogue, out_aligned)
     EACH = PARTS * UNROLL // SLICES
-    copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned, TF32, PARTS)
-    copy_b = copy_tile(b_m_major, BN, tile.threads, b_aligned, TF32, PARTS)
+    A_PARTS, B_PARTS = (1 if m_major and not TF32 else PARTS for m_major in (a_m_major, b_m_major))
+    copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned, TF32, A_PARTS)
+    copy_b = copy_tile(b_m_major, BN, tile.threads, b_aligned, TF32, B_PARTS)
 
     @cuda.jit(device=True)
-    def locate(item, M, N, K, share):
-        """Of this item of work: the first row and column of its tile, its first step of K, and the end of its steps. After the
-        last item: a place where there is nothing to copy."""
+    def locate(item, M, N, K, share, longer):
+        """Of this item of work: the first row and column of its tile, where in K it begins, and where it ends. After the last
+        item: a place where there is nothing to copy."""
         across, down = quotient(N + BN - 1, BN), quotient(M + BM - 1, BM)
-        split = quotient(item, across * down)
-        tile = int32(item - split * across * down)
+        part = quotient(item, across * down)
+        tile = int32(item - part * across * down)
         group = quotient(tile, GROUP * across)
         tile = int32(tile - group * GROUP * across)
         height = min(int32(down - group * GROUP), int32(GROUP))
         column = quotient(tile, height)
         row = int32(group * GROUP + tile - column * height)
-        start = int32(split * share)
-        return int32(row * BM), int32(column * BN), start, int32(min(start + share, K) if start < K else start)
+        start = int32((part * share + min(part, longer)) * BK)
+        end = int32(start + (share + (part < longer)) * BK)
+        return int32(row * BM), int32(column * BN), start, min(end, max(start, int32(K)))
 
     @cuda.jit(device=True)
     def copy(shared, stage, a, b, where, M, N, K, part):
+        """A part of a step's copies. With fp32 arithmetic few copies bring an M-major operand: the first part has them all."""
         row, column, k, end = where
-        copy_a(shared, stage, a, row, k, M, K, end, part)
-        copy_b(shared, int32(stage + A_SIZE), b, column, k, N, K, end, part)
+        if A_PARTS > 1 or part == 0:
+            copy_a(shared, stage, a, row, k, M, K, end, part)
+        if B_PARTS > 1 or part == 0:
+            copy_b(shared, int32(stage + A_SIZE), b, column, k, N, K, end, part)
 
     @cuda.jit(device=True)
-    def step_on(item, where, M, N, K, share):
+    def step_on(item, where, M, N, K, share, longer):
         """The copies' item, and where in it, a step later."""
         row, column, k, end = where
         k = int32(k + BK)
         if k < end:
             return item, (row, column, k, end)
         item = int32(item + cuda.gridDim.x)
-        return item, locate(item, M, N, K, share)
+        return item, locate(item, M, N, K, share, longer)
 
     @cuda.jit(device=True)
     def slice_on(sums, a, b, next_a, next_b, shared, now, row, column, s, k, lane):
@@ -491,9 +497,9 @@ def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_alig
             store_part(sums, 7, out, bias, extra, row, column, rows, N, lane)
 
     @cuda.jit(fastmath=True, launch_bounds=(tile.threads, tile.blocks))
-    def matmul_kernel(out, a, b, bias, extra, M, N, K, share, items):
+    def matmul_kernel(out, a, b, bias, extra, M, N, K, share, longer, items, tiles):
         """out (M,N), or (splits * M, N), one below the other for each part of K. An item of work is a tile of out and `share` steps
-        of K. The copies are STAGES - 1 steps ahead, across the borders of items too."""
+        of K, or one more in the first `longer` parts. The copies are STAGES - 1 steps ahead, across the borders of items too."""
         shared = cuda.shared.array(0, float32, alignment=16)
         sums = cuda.local.array(SUMS, float32)
         a0 = cuda.local.array(A, float32)  # two fragments of each operand: the one is read while the other is multiplied
@@ -503,19 +509,19 @@ def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_alig
         lane, warp = int32(cuda.threadIdx.x) & 31, int32(cuda.threadIdx.x) >> 5
         x, y = int32(warp % (BN // WN) * WN), int32(warp // (BN // WN) * WM)  # where the warp's part of the tile begins
         item_ahead = int32(cuda.blockIdx.x)
-        ahead = locate(item_ahead, M, N, K, share)
+        ahead = locate(item_ahead, M, N, K, share, longer)
         for stage in range(STAGES - 1):
             for part in range(PARTS):
                 copy(shared, int32(stage * STAGE), a, b, ahead, M, N, K, int32(part))
             cp_async_commit()
-            item_ahead, ahead = step_on(item_ahead, ahead, M, N, K, share)
+            item_ahead, ahead = step_on(item_ahead, ahead, M, N, K, share, longer)
         now, next = int32(0), int32((STAGES - 1) * STAGE)
         cp_async_wait(AHEAD)
         cuda.syncthreads()
         read(a0, b0, shared, now, now + A_SIZE, y, x, int32(0), 0, lane)
         round_b(b0)
         for item in range(int32(cuda.blockIdx.x), items, int32(cuda.gridDim.x)):
-            row, column, start, end = locate(item, M, N, K, share)
+            row, column, start, end = locate(item, M, N, K, share, longer)
             for i in range(SUMS):
                 sums[i] = float32(0)
             for _ in range(start, end, int32(BK)):
@@ -537,7 +543,7 @@ def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_alig
                         copy(shared, next, a, b, ahead, M, N, K, int32(part + 3))
                     if s == SLICES - UNROLL:  # the step is over but for its last slice, which is in registers
                         cp_async_commit()
-                        item_ahead, ahead = step_on(item_ahead, ahead, M, N, K, share)
+                        item_ahead, ahead = step_on(item_ahead, ahead, M, N, K, share, longer)
                         next = now
                         now = int32(now + STAGE if now < (STAGES - 1) * STAGE else 0)
                         cp_async_wait(AHEAD)
@@ -546,7 +552,7 @@ def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_alig
                     else:
                         read(a0, b0, shared, now, now + A_SIZE, y, x, s, UNROLL, lane)
                     multiply(sums, a1, b1, b0)
-            part = quotient(start, share) * M
+            part = quotient(item, tiles) * M
             store_sums(sums, out, bias, extra, part + row + y, column + x, part + M, N, lane)
 
     return keep_compiled(matmul_kernel, tile, a_m_major, b_m_major, a_aligned, b_aligned, epilogue, out_aligned)
@@ -563,8 +569,9 @@ def add_splits(epilogue: int, aligned: bool):
         x = cuda.local.array(4, float32)
         b = cuda.local.array(4, float32)
         e = cuda.local.array(4, float32)
-        index = cuda.grid(1)
-        row, column = index // (N // width), index % (N // width) * width
+        index, columns = int32(cuda.grid(1)), quotient(N, width)
+        row = quotient(index, columns)
+        column = int32((index - row * columns) * width)
         if row < M:
             load_bias(b, 0, bias, column, N)
             load_extra(e, 0, extra, row, column, M, N)
@@ -606,7 +613,7 @@ TF32_TILES = (
 )  # fmt: skip
 FP32_TILES = (
     Tile(128, 128, tf32=False, flops=0.40e12),
-    Tile(96, 128, WM=48, tf32=False, flops=0.37e12),
+    Tile(96, 128, WM=48, tf32=False, flops=0.36e12),
     Tile(64, 64, 32, 32, blocks=4, tf32=False),
 )  # fmt: skip
 
@@ -638,16 +645,18 @@ def multiply(
     K = a.shape[0] if a_m_major else a.shape[1]
     chosen, parts = choose(M, N, K, a_m_major, b_m_major, tf32)
     tile = tile or chosen
-    share = ceil_div(ceil_div(K, splits or parts), BK) * BK
-    splits = ceil_div(K, share)
+    steps = ceil_div(K, BK)
+    splits = min(splits or parts, steps)
+    share, longer = divmod(steps, splits)
     bias, extra = out if bias is None else bias, out if extra is None else extra
     aligned = is_aligned(out, extra) and is_aligned(bias)
     target, how = (out, (epilogue, aligned)) if splits == 1 else (scratch("matmul parts", (splits * M, N)), (STORE, N % 4 == 0))
     run = kernel(tile, a_m_major, b_m_major, is_aligned(a), is_aligned(b), *how)
-    items = ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * splits
+    tiles = ceil_div(M, tile.BM) * ceil_div(N, tile.BN)
+    items = tiles * splits
     grid = min(items, tile.blocks * multiprocessors())
     launch = big_shared(run, grid, tile.threads, stream, tile.shared(a_m_major, b_m_major))
-    launch(target, a, b, bias, extra, int32(M), int32(N), int32(K), int32(share), int32(items))
+    launch(target, a, b, bias, extra, *map(int32, (M, N, K, share, longer, items, tiles)))
     if splits > 1:
         threads = M * N // 4 if aligned else M * N
         grid = ceil_div(threads, 256)

@@ -448,7 +448,7 @@ def matmul_forward9(out, inp, weight, bias, *, stream=0):
     matmul_forward_kernel9[(ceil_div(OC, 64), ceil_div(N, 64)), 128, stream](out, inp, weight, *bias_of(bias, weight))
 
 
-@matmul_forward.version(8, "cp.async, three stages deep")
+@matmul_forward.version(8, "cp.async, three stages deep", needs_cc=(8, 0))
 def matmul_forward8(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0."""
     epilogue = engine.STORE if bias is None else engine.BIAS
@@ -494,7 +494,7 @@ def matmul_gelu_forward1(out, pre, inp, weight, bias, *, tf32=True, stream=0):
     gelu_forward.versions[3](out.reshape(out.size), pre.reshape(pre.size), stream=stream)
 
 
-@matmul_gelu_forward.version(8, "bias and GELU as the sums are stored")
+@matmul_gelu_forward.version(8, "bias and GELU as the sums are stored", needs_cc=(8, 0))
 def matmul_gelu_forward8(out, pre, inp, weight, bias, *, stream=0):
     """As matmul_gelu_forward0, any OC."""
     engine.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, tf32=False, stream=stream)
@@ -518,7 +518,7 @@ def matmul_gelu_forward13(out, pre, inp, weight, bias, *, stream=0):
     tma.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
 
 
-@matmul_residual_forward.version(8, "bias and residual as the sums are stored")
+@matmul_residual_forward.version(8, "bias and residual as the sums are stored", needs_cc=(8, 0))
 def matmul_residual_forward8(out, inp, weight, bias, residual, *, stream=0):
     """As matmul_residual_forward0."""
     engine.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, tf32=False, stream=stream)
