@@ -11,6 +11,7 @@ def plot_ladder(rows: list, file: str | Path, title: str = "") -> None:
         raise SystemExit("error: plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     timed = [row for row in rows if row.us]
     if not timed:
@@ -24,13 +25,18 @@ def plot_ladder(rows: list, file: str | Path, title: str = "") -> None:
         bars = axis.bar(
             names, [row.us for row in ladder], color=["#b0b7c3" if row.version == 0 else "#4878d0" for row in ladder]
         )
-        axis.bar_label(bars, [f"{row.us:.3g}" for row in ladder], fontsize=8, padding=1)
+        labels = [f"{row.us:.3g}" if row.us < 1000 else f"{row.us / 1000:.3g} ms" for row in ladder]
+        axis.bar_label(bars, labels, fontsize=8 if len(ladder) < 10 else 7, padding=1)
         floor = min(row.us * row.of_roofline for row in ladder)
         axis.axhline(floor, color="#d65f5f", linestyle="--", linewidth=1)
         label = f"dashed: the roofline, {floor:.3g} us"
         axis.annotate(label, (1, 0.98), xycoords="axes fraction", ha="right", va="top", fontsize=8, color="#d65f5f")
+        slowest = max(row.us for row in ladder)
         axis.set_yscale("log")
-        axis.set_ylim(bottom=floor / 2)
+        axis.set_ylim(floor / 2, 3 * slowest)
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if slowest < 50 * floor else (1,)))
+        axis.yaxis.set_minor_formatter(NullFormatter())
         sizes = ", ".join(f"{name}={size}" for name, size in ladder[0].shape.items())
         axis.set(title=f"{op} ({sizes})", ylabel="us (log scale)", xlabel="version")
         axis.spines[["top", "right"]].set_visible(False)
