@@ -98,7 +98,7 @@ def run_small(version) -> dict:
 
 
 def compile_one(name: str, number: int) -> dict:
-    return compile_version(OPS[name].versions[number], optimize=[(9, 0)])
+    return compile_version(OPS[name].versions[number], optimize=())  # it is not to run, and what fails fails without
 
 
 @each_version
