@@ -247,6 +247,34 @@ def test_what_is_wrong_or_refuses_or_was_not_timed_at_one_shape_of_the_trainer_i
     assert pick.pick_from(op, [row(1, 4, None)]) is None
 
 
+def test_the_time_of_a_step_decides_between_versions_that_are_nearly_as_fast(monkeypatch):
+    import model
+    from kernels import timing
+
+    tried = []
+
+    class Model:
+        def __init__(self, config, parameters, device, report, kernels):
+            tried.append(kernels["gelu_forward"])
+
+        def train_step(self, inputs, targets, learning_rate, step):
+            assert inputs.shape == targets.shape == (4, 1024) and step in (1, 2)
+
+        def close(self): ...
+
+    def median_ms(step, steps):
+        step(), step()
+        return {2: 15.0, 3: 14.0}[tried[-1]]
+
+    monkeypatch.setattr(model, "GPT2", Model)
+    monkeypatch.setattr(model, "random_parameters", lambda config, seed: None)
+    monkeypatch.setattr(timing, "median_ms", median_ms)
+    op = load_all()["gelu_forward"]
+    rows = [Row(op.name, version, "", {"N": 4}, us=us, right=True) for version, us in ((1, 90.0), (2, 50.0), (3, 52.0))]
+    assert pick.pick_in_step(op, rows) == 3 and tried == [2, 3]
+    assert pick.pick_in_step(op, rows[:2]) == 2 and tried == [2, 3], "one version needs no step"
+
+
 def test_picks_are_kept_by_card(tmp_path, monkeypatch):
     monkeypatch.setattr(pick, "FILE", tmp_path / "picked.toml")
     assert pick.read_picks() == {}
