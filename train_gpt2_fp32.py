@@ -275,10 +275,12 @@ def check(args: dict, weights: str) -> int:
 
 
 class Logger:
-    """The log file, or none. Each line is in it as soon as it is written."""
+    """The log file, or none. Each line is in it as soon as it is written. inputs: what the run reads, which it must not be."""
 
-    def __init__(self, path: str | None):
+    def __init__(self, path: str | None, inputs: tuple = ()):
         self.path = path
+        if path and os.path.exists(path) and any(os.path.exists(file) and os.path.samefile(path, file) for file in inputs):
+            raise DataError(f"-o {path}: it is what this run reads: name another file")
         with self.naming_it():
             self.file = path and open(path, "w", buffering=1)
 
@@ -376,7 +378,7 @@ def train(args: dict) -> None:
     print("\n".join(allocations), flush=True)
     model.report = lambda line: print(line, flush=True)
 
-    logger = Logger(args["-o"])
+    logger = Logger(args["-o"], (weights, train_path, val_path))
     sample_softmax, rng = compile_sample_softmax(), Xorshift(1337)
 
     total_seconds = 0.0

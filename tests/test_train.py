@@ -395,6 +395,14 @@ def test_weights_that_are_no_numbers_are_told_from_a_high_learning_rate(tiny, tm
     assert done.stderr == "error: step 1: no finite number since activation encoded: start from other weights (-e)\n"
 
 
+def test_a_log_that_is_what_the_run_reads_is_refused_and_left_as_it_was(tiny, corpus, checkpoint):
+    for path in (checkpoint, *token_files(corpus)):
+        before = Path(path).read_bytes()
+        with pytest.raises(DataError, match=f"^-o {path}: it is what this run reads: name another file$"):
+            train(read_flags([*tiny, "-o", str(path)]))
+        assert Path(path).read_bytes() == before
+
+
 # ---- without cuBLAS ----
 
 
