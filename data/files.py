@@ -79,7 +79,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """Opens a temporary file beside path and gives it path's name once all is written, so that a process that is
     killed leaves the old file or none, never half a one. Raises DataError where path cannot be written."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"  # with_name refuses / and the empty name
     try:
         if path.exists() and not path.is_file():  # a device, say: another file must not take its place
             raise OSError("it is no regular file")

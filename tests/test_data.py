@@ -149,6 +149,12 @@ def test_an_unwritable_place_is_named(tmp_path):
         write_tokens(tmp_path / "plain" / "t.bin", [1])
 
 
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_a_folder_is_no_file_to_write(path):
+    with pytest.raises(DataError, match=r"cannot write [./] \(it is no regular file\)"):
+        write_tokens(path, [1])
+
+
 def test_a_device_or_a_pipe_keeps_its_place(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match=r"cannot write .*pipe \(it is no regular file\)"):
