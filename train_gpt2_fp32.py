@@ -100,7 +100,7 @@ def read_flags(words: list[str]) -> dict:
             sys.exit(0)
         if name not in FLAGS:
             sys.exit(f"error: there is no flag {name}\n{usage()}")
-        if FLAGS[name].default is not False and not words:
+        if FLAGS[name].default is not False and not any(words[:1]):  # none, or ""
             sys.exit(f"error: {name} takes a value\n{usage()}")
         if FLAGS[name].default is False:
             args[name] = True

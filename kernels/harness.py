@@ -113,6 +113,9 @@ def parse(layer: str, ops: list, arguments: list[str]) -> argparse.Namespace:
     asked.shape = {
         n.removeprefix("shape_"): v for n, v in vars(asked).items() if n.startswith("shape_") and v is not None
     }
+    for name in ("file", "template", "json", "plot"):
+        if getattr(asked, name) == "":
+            stop(f"--{name}: name a file")
     for name, size in asked.shape.items():
         if size < 1:
             stop(f"-{name} {size}: a size is 1 or more")
@@ -252,6 +255,10 @@ def load_file(op, file: str) -> None:
     spec = importlib.util.spec_from_file_location(YOUR_MODULE, file, loader=SourceFileLoader(YOUR_MODULE, file))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    try:
+        spec.loader.get_code(spec.name)
+    except (SyntaxError, ValueError) as error:  # a ValueError: a null byte
+        stop(f"{file}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}")
     spec.loader.exec_module(module)
     launcher = getattr(module, op.name, None)
     if not callable(launcher):

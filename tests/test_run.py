@@ -74,6 +74,7 @@ def test_list_names_every_version(capsys):
         (["--block-size", "2048"], "--block-size 2048: a block has 1 to 1024 threads"),
         (["--pass", "sideways"], "invalid choice: 'sideways'"),
         (["--file", "nowhere.py"], "nowhere.py: no such file; --template nowhere.py writes one to start from"),
+        (["--json", ""], "--json: name a file"),
         (["--plot", "ladder.docx"], "--plot ladder.docx: name a .svg or a .png file"),
         pytest.param(["--plot", "ladder.svg"], "--plot ladder.svg: it draws times, and those take a GPU", marks=without_a_gpu),
         (["--version", "²"], "--version ²: use a number, or all"),
@@ -131,7 +132,8 @@ def test_a_file_without_the_function_is_told_its_name(capsys, tmp_path):
     [
         ("def gelu_forward(out): ...", "mine.py: gelu_forward is called with (out, inp): too many positional arguments"),
         ("x = 1\nraise ValueError('no')", "mine.py:2: no"),
-        ("def gelu_forward(", "(mine.py, line 1)"),
+        ("def gelu_forward(", "mine.py:1: '(' was never closed"),
+        ("x = 1\0", "mine.py:1: source code string cannot contain null bytes"),
     ],
 )
 def test_a_file_that_fails_is_named_with_the_line(capsys, tmp_path, source, told):

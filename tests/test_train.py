@@ -285,6 +285,7 @@ def test_the_text_it_writes_is_what_its_logits_and_coins_give(tiny, checkpoint):
         (["-x", "3", "--no-such-flag"], "there is no flag --no-such-flag"),
         (["-b"], "-b takes a value"),
         (["--verbose", "-t"], "-t takes a value"),
+        (["-o", "", "-x", "1"], "-o takes a value"),
     ],
 )
 def test_a_wrong_flag_is_named_above_the_usage(flags, told):
