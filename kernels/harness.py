@@ -6,6 +6,7 @@ Without a GPU the same check runs in the simulator on a small problem.
 import argparse
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -285,6 +286,12 @@ def in_one_line(error: Exception) -> str:
     """Numba's errors fill a screen. What matters is where in the kernel it is, and the sentence. Where the text names no
     place, it is the last line that ran of a layer's file or a learner's."""
     text = str(error)
+    modules = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)]
+    if modules and modules[-1].endswith(".core.caching"):  # numba's; a power cut may leave a file there that is not whole
+        folder = os.environ.get("NUMBA_CACHE_DIR")  # which kernels.target has set
+        if isinstance(error, OSError):
+            return f"{folder}, where compiled code is kept: {error.strerror}: make room, or set XDG_CACHE_HOME to another folder"
+        return f"{folder} has a damaged file of compiled code ({text}): delete the folder, the next run fills it anew"
     places = re.findall(r'File "([^"]+)", line (\d+)', text)
     mine = [(name, line) for name, line in places if "site-packages" not in name]
     if not mine and not isinstance(error, MemoryError):

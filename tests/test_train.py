@@ -185,6 +185,22 @@ def test_elsewhere_it_is_said_once_and_only_where_the_cache_lacks_it(tmp_path):
     assert said == ["compiling cpu_reference for this CPU: it is kept for the next run\n", ""]
 
 
+def test_a_damaged_cache_is_named_as_what_to_delete_and_a_full_one_as_where_to_make_room(tmp_path):
+    script = "import numpy as np, cpu_reference, resource, sys\nfrom kernels.harness import in_one_line\n"
+    script += "if sys.argv[1:]: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"  # Python ignores the signal
+    script += "try: cpu_reference.residual_forward(*np.ones((3, 4)))\nexcept Exception as error: print(in_one_line(error))"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for kind, content in (("", b""), ("*.nbc", b""), ("*.nbi", b"x"), ("*.nbi", b"")):
+        for file in tmp_path.rglob(kind) if kind else ():
+            file.write_bytes(content)
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+        told = rf"{tmp_path} has a damaged file of compiled code \(.*\): delete the folder, the next run fills it anew\n"
+        assert re.fullmatch(told if kind else "", done.stdout) and done.stderr == ""
+    environment["NUMBA_CACHE_DIR"] = str(tmp_path / "full")
+    done = subprocess.run([sys.executable, "-c", script, "full"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith(f"{tmp_path}/full, where compiled code is kept: File too large: make room, or set")
+
+
 def test_where_no_data_is_named_it_finds_some_and_says_which(checkpoint):
     done = run("-e", checkpoint, "-b", 2, "-t", 16, "-x", 1, "-v", 0, "-s", 0, "--device", "cpu", cwd=ROOT)
     assert done.returncode == 0, done.stderr
