@@ -6,6 +6,7 @@ header 20240520, 1, count; then count uint16 tokens. The checkpoint is in checkp
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -101,6 +102,17 @@ def write_text(path: str | Path, text: str) -> None:
     """Gives path this content, all at once. Raises DataError."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def read_json(path: str | Path, remedy: str) -> dict:
+    """Raises DataError where path is no file of a JSON object; remedy: what to do then."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{shown(path)} cannot be read as JSON ({error}): {remedy}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{shown(path)} holds no JSON object: {remedy}")
+    return found
 
 
 def read_tokens(path: str | Path) -> np.ndarray:

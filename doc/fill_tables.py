@@ -20,15 +20,16 @@ A page says where a table goes; nobody types a number:
 `--check` writes nothing, and exits with 1 where a page would change. `--plots` draws doc/benchmarks/<op>.svg as well.
 """
 
-import argparse
-import json
 import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data.files import Arguments, DataError, read_json, run_script, write_text
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 BENCHMARKS = ROOT / "doc" / "benchmarks"
 MARKER = re.compile(r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<old>.*?)(<!-- /table -->)", re.DOTALL)
 APART = {  # measured once, on an H200, and not by kernels/bench.py
@@ -160,7 +161,7 @@ def batches_table(results: dict) -> list[str]:
 def cpu_table(results: dict) -> list[str]:
     if not (BENCHMARKS / "CPU.json").exists():
         return ["*The step on a processor has not been measured yet.*"]
-    found = json.loads((BENCHMARKS / "CPU.json").read_text())
+    found = read_json(BENCHMARKS / "CPU.json", "`python kernels/bench.py --cpu` writes it")
     lines = ["| GPT-2 124M, B = 4 | ours, s a step | PyTorch's | our peak memory, MiB |", "|---|--:|--:|--:|"]
     lines += [f"| T = {row['T']} | {row['ours']:.2f} | {row['PyTorch']:.2f} | {row['peak MiB']:,} |" for row in found["steps"]]
     packages = found["packages"]
@@ -259,22 +260,24 @@ def measured() -> dict:
     if not files:
         sys.exit("doc/benchmarks has no .json yet: `make bench` on a GPU writes one")
     file = min(files, key=lambda file: ("H200" not in file.name, file.name))
-    return {**json.loads(file.read_text()), "file": file.name}
+    return {**read_json(file, "`make bench` on a GPU writes it"), "file": file.name}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Fills the measured tables of README.md and doc/*.md.")
+    parser = Arguments(description="Fills the measured tables of README.md and doc/*.md.")
     parser.add_argument("--check", action="store_true", help="write no page, and exit with 1 where one would change")
     parser.add_argument("--plots", action="store_true", help="draw doc/benchmarks/<op>.svg as well")
     asked = parser.parse_args()
     results = measured()
-    stale = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "doc").glob("*.md"))]:
-        filled = fill(page, results)
-        if filled != page.read_text():
-            stale.append(page.name)
-            if not asked.check:
-                page.write_text(filled)
+    pages = [ROOT / "README.md", *sorted((ROOT / "doc").glob("*.md"))]
+    try:
+        filled = {page: fill(page, results) for page in pages}  # all of them, before the first is written
+    except KeyError as error:
+        raise DataError(f"{results['file']} lacks {error}, which a table needs: `make bench` on a GPU writes it") from None
+    stale = [page.name for page in pages if filled[page] != page.read_text()]
+    for page in pages:
+        if page.name in stale and not asked.check:
+            write_text(page, filled[page])
     if asked.plots:
         draw_plots(results)
     print(f"tables of {len(stale)} pages {'are stale' if asked.check else 'filled'}: {', '.join(stale) or 'none'}")
@@ -282,4 +285,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

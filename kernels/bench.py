@@ -11,7 +11,6 @@ Without a flag: all but the last. What was measured is merged into doc/benchmark
 doc/fill_tables.py makes the tables and the plots. torch is used here and in tests alone.
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -27,7 +26,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import replacing
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # a script's own folder is there: the repo's root should be
+
+from data import corpus
+from data.files import Arguments, DataError, read_json, replacing, run_script
 from data.loader import DataLoader
 from kernels.device import TARGET, cuda
 from kernels.ladder import card, measure, roofline
@@ -297,7 +300,10 @@ def measure_cpu(prefix: str, steps: int = 5) -> None:
     """Seconds a step at d12, B = 4, ours and PyTorch's by turns in one process; and the peak memory of the trainer by itself."""
     import resource
 
-    import torch
+    try:
+        import torch
+    except ImportError:
+        raise DataError("--cpu sets PyTorch's step beside ours: pip install torch") from None
 
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(cores)
@@ -338,7 +344,7 @@ def results_file() -> Path:
 
 
 def load() -> dict:
-    return json.loads(results_file().read_text()) if results_file().exists() else {}
+    return read_json(results_file(), "delete it to measure all of it anew") if results_file().exists() else {}
 
 
 @functools.cache
@@ -360,7 +366,7 @@ def write(file: Path, results: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(description=__doc__.splitlines()[0])
     parser.add_argument("--ops", nargs="*", metavar="NAME")
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--losses", action="store_true")
@@ -370,10 +376,13 @@ def main() -> None:
     parser.add_argument("-i", default="data/tiny_shakespeare", metavar="PREFIX", help="the tokens to train on")
     asked = parser.parse_args()
     if asked.cpu:
+        corpus.require(asked.i)
         return measure_cpu(asked.i)
     if TARGET != "gpu":
         sys.exit("kernels/bench.py measures a GPU, and there is none here; --cpu measures the processor")
     everything = asked.ops is None and not (asked.steps or asked.losses or asked.trainer)
+    if everything or asked.steps or asked.losses or asked.trainer:
+        corpus.require(asked.i)  # before what takes long
     results = load()
     if everything or asked.ops is not None:
         measure_ops(asked.ops or [], results, not asked.unchecked)
@@ -387,4 +396,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

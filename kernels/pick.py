@@ -8,7 +8,6 @@ What is fastest by itself need not be beside what runs aside in a step. With --s
 fastest are tried in the training step itself (GPT-2 124M, B = 4, T = 1024), and its time decides.
 """
 
-import argparse
 import functools
 import sys
 from pathlib import Path
@@ -18,7 +17,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from data.files import write_text
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # a script's own folder is there: the repo's root should be
+
+from data.files import Arguments, DataError, run_script, shown, write_text
 
 FILE = Path(__file__).parent / "picked.toml"
 IN_STEP_RATIO = 1.25
@@ -27,7 +29,10 @@ SAME_BITS_RATIO, SAME_BITS_US = 1.05, 50.0  # what they may cost
 
 def read_picks() -> dict[str, dict[str, int]]:
     """Card -> op -> version."""
-    return tomllib.loads(FILE.read_text()) if FILE.exists() else {}
+    try:
+        return tomllib.loads(FILE.read_text()) if FILE.exists() else {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{shown(FILE)} cannot be read ({error}): delete it, and kernels/pick.py writes it") from None
 
 
 def picks_for_this_card() -> dict[str, int]:
@@ -109,7 +114,7 @@ def keep_pick(op: str, number: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops; the others keep their picks")
     parser.add_argument("--step", action="store_true", help="let the time of a training step decide between the fastest")
     asked = parser.parse_args()
@@ -143,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

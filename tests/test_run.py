@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kernels.op
+from data.files import DataError
 from kernels import harness, ladder, pick
 from kernels.device import TARGET
 from kernels.ladder import Row
@@ -284,6 +285,13 @@ def test_picks_are_kept_by_card(tmp_path, monkeypatch):
     assert pick.read_picks() == {"default": {"gelu_forward": 2}, "NVIDIA H200": {"gelu_forward": 3}}
 
 
+def test_picks_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(pick, "FILE", tmp_path / "picked.toml")
+    pick.FILE.write_text("[default")
+    with pytest.raises(DataError, match=r"picked.toml cannot be read \(.*\): delete it, and kernels/pick.py writes it"):
+        pick.read_picks()
+
+
 def test_the_picks_that_ship_exist():
     ops, tables = load_all(), pick.read_picks()
     assert tables["default"].keys() <= ops.keys()
@@ -311,6 +319,36 @@ def test_the_tables_of_the_docs_are_those_of_the_committed_numbers(monkeypatch):
     for page in [ROOT / "README.md", *(ROOT / "doc").glob("*.md")]:
         assert fill_tables.fill(page, results) == page.read_text(), f"{page.name}: run `make doc-tables`"
     assert "fill_tables" in sys.modules
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\xff", '{"card": "x"}'])
+def test_numbers_that_are_no_numbers_are_named_in_one_line_and_no_page_changes(monkeypatch, tmp_path, content):
+    monkeypatch.syspath_prepend(str(ROOT / "doc"))
+    import fill_tables
+
+    (tmp_path / "card.json").write_text(content, encoding="latin-1")
+    monkeypatch.setattr(fill_tables, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(fill_tables, "write_text", None)
+    monkeypatch.setattr(sys, "argv", ["fill_tables.py"])
+    with pytest.raises(DataError, match=r"card.json.*: `make bench` on a GPU writes it$"):
+        fill_tables.main()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["kernels/pick.py", "--x"], "pick.py: unrecognized arguments: --x (--help shows the flags)"),
+        (["kernels/bench.py", "--x"], "bench.py: unrecognized arguments: --x (--help shows the flags)"),
+        (["kernels/bench.py", "--cpu", "-i", "none"], "error: none_train.bin is missing: run `python data/tiny"),
+        (["doc/fill_tables.py", "--x"], "fill_tables.py: unrecognized arguments: --x (--help shows the flags)"),
+        pytest.param(["kernels/pick.py"], "kernels/pick.py times kernels, so it needs a CUDA GPU", marks=without_a_gpu),
+        pytest.param(["kernels/bench.py"], "kernels/bench.py measures a GPU, and there is none", marks=without_a_gpu),
+    ],
+)
+def test_the_other_scripts_answer_in_one_line_too_and_need_no_installed_project(words, told):
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(told)
 
 
 def test_a_table_in_fp32_sets_fp32_beside_fp32(monkeypatch):
