@@ -1,12 +1,13 @@
 """Which of several ways to compute the same is the fastest at a shape: timed once, then read from a file of this card, so that the
 same card gives the same bits, run after run."""
 
+import contextlib
 import functools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from data.files import DataError, write_text
 from kernels.device import ShapeError, card_name, cuda
 
 
@@ -18,16 +19,17 @@ class Choices:
         self.known = self._read()
 
     def _read(self) -> dict[str, int]:
+        """What is no choice, whoever wrote it, is measured anew."""
         try:
-            return json.loads(self.file.read_text())
-        except (OSError, ValueError):
+            return {name: index for name, index in json.loads(self.file.read_text()).items() if type(index) is int}
+        except (OSError, ValueError, AttributeError, RecursionError):
             return {}
 
     def index(self, key: tuple, run: Callable[..., None], count: int, stream, may_run: bool = True) -> int:
         """run(index, stream): computes the product with the candidate of an index. Where it must not run now (in a capture, or
         because the product adds to what is there), an unknown shape gets the first."""
         name = repr(key)
-        if name in self.known:
+        if 0 <= self.known.get(name, -1) < count:
             return self.known[name]
         if count == 1 or not may_run or _is_captured(stream):
             return 0
@@ -38,11 +40,12 @@ class Choices:
             except (RuntimeError, ShapeError):  # a candidate that does not run after all
                 continue
         fastest = min(times, key=times.get, default=0)
-        self.known = {name: fastest, **self.known, **self._read()}  # what another process has chosen meanwhile stands
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(self.known))
-        os.replace(temporary, self.file)
+        self.known |= self._read()  # what another process has chosen meanwhile stands
+        if not 0 <= self.known.get(name, -1) < count:
+            self.known[name] = fastest
+        with contextlib.suppress(OSError, DataError):  # where it cannot be kept, the next process measures again
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.file, json.dumps(self.known))
         return self.known[name]
 
 

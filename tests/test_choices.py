@@ -1,5 +1,7 @@
 """What is the fastest at a shape is found out once, and stands."""
 
+from pathlib import Path
+
 import pytest
 
 from kernels import choices
@@ -65,9 +67,21 @@ def test_what_must_not_run_now_gets_the_first_and_is_found_out_later(tmp_path, s
     assert products.index(KEY, run, 3, 0) == 1
 
 
-def test_a_file_that_cannot_be_read_is_written_anew(tmp_path, seconds):
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "null", "\xff", "[" * 99999, '{"(4096, 768)": "1"}', '{"(4096, 768)": 3}'])
+def test_a_file_that_cannot_be_read_or_holds_no_choice_is_written_anew(tmp_path, seconds, content):
     times, run = seconds
     products = Choices(tmp_path, "products")
-    products.file.write_text("{")
+    products.file.write_text(content, encoding="latin-1")
     assert Choices(tmp_path, "products").index(KEY, run, 3, 0) == 1
     assert Choices(tmp_path, "products").known == {repr(KEY): 1}
+
+
+def test_where_it_cannot_be_kept_the_choice_is_made_all_the_same(tmp_path, seconds):
+    times, run = seconds
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/none"):
+        products = Choices(Path(folder), "products")
+        assert products.index(KEY, run, 3, 0) == products.index(KEY, run, 3, 0) == 1
+    products = Choices(tmp_path, "products")
+    products.file.mkdir()
+    assert products.index(KEY, run, 3, 0) == 1
