@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from data.files import DataError, end_by_ctrl_c, heed_ctrl_c
+from data.files import DataError, end_by_ctrl_c, flush_output, heed_ctrl_c
 
 # numba and all that needs it are imported further down, so that the first line stands there at once.
 
@@ -439,6 +439,8 @@ def main() -> None:
         from kernels.harness import in_one_line
 
         sys.exit(f"error: {in_one_line(error)}")
+    finally:
+        flush_output()
 
 
 if __name__ == "__main__":

@@ -193,6 +193,18 @@ def end_by_ctrl_c(line: str, file: TextIO | None) -> NoReturn:
     os._exit(130)
 
 
+def flush_output() -> None:
+    """Where what was printed cannot leave, ends with 1, in one line: Python's own way out says it in two, and ends with 120."""
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(1)  # whoever read our lines has gone: nobody is left to tell
+    except OSError as error:
+        print(f"error: what is printed cannot be written ({error.strerror}): check where it goes", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
 def run_script(main: Callable[[], None]) -> None:
     """Runs main; bad input ends it with one line and exit status 1, Ctrl-C with one line and 130."""
     heed_ctrl_c()
@@ -204,3 +216,7 @@ def run_script(main: Callable[[], None]) -> None:
         end_by_ctrl_c("stopped: run it again to go on", sys.stderr)
     except BrokenPipeError:
         os._exit(1)  # whoever read our lines has gone: nobody is left to tell
+    except OSError as error:
+        sys.exit(f"error: {error}")
+    finally:
+        flush_output()

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from data.files import DataError, end_by_ctrl_c, heed_ctrl_c, shown, write_text
+from data.files import DataError, end_by_ctrl_c, flush_output, heed_ctrl_c, shown, write_text
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 YOURS = 999  # the number under which a learner's launcher joins the ladder
@@ -51,7 +51,10 @@ def main(layer: str, arguments: list[str] | None = None) -> None:
     except Exception as error:
         if "--verbose" in words:
             raise
+        flush_output()  # where that is the error, nothing is left to tell
         stop(in_one_line(error))
+    finally:
+        flush_output()
 
 
 def answer(asked: argparse.Namespace, ops: list) -> None:
@@ -190,7 +193,7 @@ def print_table(op, shape: dict, rows: list) -> None:
     from kernels.device import SIMULATE
     from kernels.ladder import card
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console = Console(highlight=False, width=None if sys.stdout and sys.stdout.isatty() else 150)
     sizes = ", ".join(f"{name} = {size}" for name, size in shape.items())
     where = "no GPU here: checked in the simulator, on a small problem" if SIMULATE else card()["card"]
     console.print(f"[bold]{op.name}[/bold], {sizes} [dim]({where})[/dim]", soft_wrap=True)

@@ -386,3 +386,29 @@ def test_a_target_that_there_is_not_is_an_error_in_one_line():
     environment = {**os.environ, "LLM_NUMBA_TARGET": "abacus"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "error: LLM_NUMBA_TARGET=abacus: use gpu, simulator or compile\n")
+
+
+SCRIPTS = ["train_gpt2_fp32.py --help", "kernels/gelu/run.py --help", "kernels/gelu/run.py --list", "data/pydoc_corpus.py --help"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_full_disk_for_the_output_is_one_line_and_a_reader_that_has_gone_none(script):
+    words = [sys.executable, *script.split()]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    told = "error: what is printed cannot be written (No space left on device): check where it goes\n"
+    assert (done.returncode, done.stderr) == (1, told)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(words, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@simulator_only
+def test_with_its_output_closed_the_result_is_kept_all_the_same(tmp_path):
+    words = [sys.executable, "kernels/gelu/run.py", "--version", "1", "--json", str(tmp_path / "kept.json")]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "kept.json").exists()
