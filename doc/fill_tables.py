@@ -67,7 +67,7 @@ def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
             gain = f"{first / other['us']:.1f}x" if first else ""
             lines.append(f"| | {other['name']} | {other['us']:,.1f} | | | {gain} |")
     sizes = ", ".join(f"{name} = {size}" for name, size in shape.items())
-    return [*lines, "", f"{results['card']}, {sizes}; L2 flushed between runs; medians. [Raw numbers]({raw(results)})"]
+    return [*lines, "", f"{results['card']}, {sizes}; L2 flushed between runs; medians; bold: the fastest. [Raw numbers]({raw(results)})"]
 
 
 def best_table(results: dict, op: str, fp32: bool = False) -> list[str]:
@@ -126,8 +126,8 @@ def steps_table(results: dict) -> list[str]:
     packages = results["packages"]
     with_ = f"{results['card']}, numba-cuda {packages['numba-cuda']}, torch {packages['torch']}"
     others = [ours, *results.get("steps of other cards", [])]
-    spread = f" ({min(others):.1f} to {max(others):.1f} on {len(others)} cards of the kind)" if others[1:] else ""
-    said = f"{with_}; fp32 storage, TF32 products unless said. {note}Ours is {ours:.2f} ms{spread}. [Raw numbers]({raw(results)})"
+    spread = f"Ours is {min(others):.1f} to {max(others):.1f} ms on {len(others)} cards of the kind. " if others[1:] else ""
+    said = f"{with_}; fp32 storage, TF32 products unless said. {note}{spread}[Raw numbers]({raw(results)})"
     return [*lines, "", said]
 
 

@@ -101,7 +101,7 @@ WITHOUT = {  # what each idea brings: the step without it
     "as it is": {},
     "nothing aside": {"overlap": False},
     "weight gradients without a transpose": {"kernels": {"matmul_backward_weight": 0}},
-    "neither": {"overlap": False, "kernels": {"matmul_backward_weight": 0}},
+    "nothing aside, and weight gradients without a transpose": {"overlap": False, "kernels": {"matmul_backward_weight": 0}},
     "GELU in kernels of its own": {"kernels": {"matmul_gelu_forward": 1, "matmul_gelu_backward_input": 1}},
     "GELU in cuBLASLt's epilogues": {"kernels": {"matmul_gelu_forward": 0, "matmul_gelu_backward_input": 0}},
     "cuBLASLt alone where it shares the products with version 13": {

@@ -73,7 +73,7 @@ class Op:
     shape: dict  # what run.py times unless told otherwise, and the docs' tables
     small: dict  # what the simulator can do in a second
     flops: Callable[..., int] | None = None  # (**shape) -> where arithmetic, not bytes, sets the limit
-    sizes: Callable[[dict], dict] | None = None  # arguments by name -> their shape, where there are flops
+    sizes: Callable[[dict], dict] | None = None  # arguments by name -> their shape, where bytes or FLOPs do not follow from arrays
     odd: list[dict] = field(default_factory=list)  # shapes at which every version is right, or refuses in a sentence
     trainer_shapes: list[dict] = field(default_factory=list)  # what the picker times; [shape] where left empty
     large: list[dict] = field(default_factory=list)  # a gigabyte and more: where the memory's speed alone shows

@@ -16,9 +16,20 @@ class Spent:
 
     calls: int = 0
     ms: float = 0.0
-    nbytes: int = 0  # of its array arguments, each once
+    nbytes: int = 0  # that had to cross the memory bus
     flops: int = 0
     events: list = field(default_factory=list)
+
+
+def work(op, args: tuple) -> tuple[int, int]:
+    """The bytes that must cross the memory bus, and the FLOPs, of a call: of an op that does not tell, each array once, and once
+    more if it is changed in place."""
+    if op and op.sizes:
+        sizes = op.sizes(dict(zip(op.arguments, args, strict=True)))
+        return op.bytes_moved(**sizes), op.flops(**sizes) if op.flops else 0
+    names = op.arguments if op else [""] * len(args)
+    changed = op.changed if op else ()
+    return sum((1 + (name in changed)) * getattr(arg, "nbytes", 0) for name, arg in zip(names, args, strict=True)), 0
 
 
 class Profiled:
@@ -42,10 +53,9 @@ class Profiled:
             end.record(self.stream)
             spent = self.spent[name, version.number if version else 0]
             spent.events.append((start, end))
-            spent.nbytes += sum(getattr(arg, "nbytes", 0) for arg in args)
-            op = OPS.get(name)
-            if op and op.sizes:
-                spent.flops += op.flops(**op.sizes(dict(zip(op.arguments, args, strict=True))))
+            nbytes, flops = work(OPS.get(name), args)
+            spent.nbytes += nbytes
+            spent.flops += flops
             return version
 
         return timed

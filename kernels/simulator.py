@@ -437,29 +437,39 @@ class Launch:
 
     def place(self, thread) -> str:
         """Where a waiting thread stands, as file:line."""
-        frame = thread.greenlet.gr_frame
-        while frame.f_code.co_filename in OURS:
+        frame, lines = thread.greenlet.gr_frame, []
+        while frame is not None and not (lines and lines[-1][0] is self.kernel.__code__):
+            if frame.f_code.co_filename not in OURS:
+                lines.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
-        return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        return self.told(lines)
+
+    def told(self, lines: list[tuple]) -> str:
+        """Of the lines (code, number) that a thread stands in, the innermost first: that one, and the kernel's own."""
+        place, *rest = [f"{_short(code.co_filename)}:{number}" for code, number in lines]
+        return f"{place}, called in {rest[-1]}" if rest and lines[-1][0] is self.kernel.__code__ else place
 
     def explain(self, thread, error) -> BaseException:
         """The error with kernel, source line, block and thread."""
         if not isinstance(error, Exception):
             return error  # Ctrl-C
-        code = self.kernel.__code__
-        place = f"{_short(code.co_filename)}:{code.co_firstlineno}"
-        if error.__traceback__ is None:
-            place = self.place(thread)
+        lines = []
         trace, of = error.__traceback__, ""
         while trace is not None:
             frame = trace.tb_frame
             if frame.f_code.co_filename not in OURS:
-                place, theirs = f"{_short(frame.f_code.co_filename)}:{trace.tb_lineno}", frame.f_locals
+                lines.insert(0, (frame.f_code, trace.tb_lineno))
+                theirs = frame.f_locals
             elif isinstance(error, IndexError):
                 array = frame.f_locals.get("self", frame.f_locals.get("array"))
                 if isinstance(array, (*ARRAYS, LocalArray)):
                     of = next((f" of {name}" for name, value in theirs.items() if value is array), of)
             trace = trace.tb_next
+        code = self.kernel.__code__
+        if error.__traceback__ is None:
+            place = self.place(thread)
+        else:
+            place = self.told(lines or [(code, code.co_firstlineno)])
         kind = "" if isinstance(error, SimulatorError) else f"{type(error).__name__}: "
         located = SimulatorError(
             f"{kind}{error}{of} [{self.kernel.__name__}, {place}, block {blockIdx!r}, thread {thread!r}]"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kernels.op
@@ -16,6 +17,7 @@ from kernels import harness, ladder, pick
 from kernels.device import TARGET
 from kernels.ladder import Row
 from kernels.op import OPS, Picked, load_all, of_layer
+from kernels.profile import work
 
 ROOT = Path(__file__).parent.parent
 without_a_gpu = pytest.mark.skipif(TARGET == "gpu", reason="there is a GPU")
@@ -276,6 +278,21 @@ def test_the_time_of_a_step_decides_between_versions_that_are_nearly_as_fast(mon
     rows = [Row(op.name, version, "", {"N": 4}, us=us, right=True) for version, us in ((1, 90.0), (2, 50.0), (3, 52.0))]
     assert pick.pick_in_step(op, rows) == 3 and tried == [2, 3]
     assert pick.pick_in_step(op, rows[:2]) == 2 and tried == [2, 3], "one version needs no step"
+
+
+@pytest.mark.parametrize("name", ["gelu_backward", "adamw_update", "layernorm_backward", "matmul_backward_weight", "attention_forward"])
+def test_a_profile_counts_the_bytes_and_flops_that_the_ladder_counts(name):
+    op = load_all()[name]
+    arguments = op.make_arguments(np.random.default_rng(1), **op.small)
+    nbytes, flops = work(op, tuple(arguments.values()))
+    assert abs(nbytes / op.bytes_moved(**op.small) - 1) < 1e-3  # AdamW's three numbers beside its arrays
+    assert flops == (op.flops(**op.small) if op.flops else 0)
+
+
+def test_a_profile_counts_the_rows_of_the_token_table_that_are_read():
+    op = load_all()["encoder_forward"]
+    arguments = op.make_arguments(np.random.default_rng(1), B=1, T=4, C=8, V=1000, zipf=1)
+    assert work(op, tuple(arguments.values()))[0] <= 4 * (3 * 4 * 8 + 4)
 
 
 def test_picks_are_kept_by_card(tmp_path, monkeypatch):

@@ -717,11 +717,12 @@ def raises_kernel(out):
 
 
 @simulated
-def test_an_exception_names_the_line_of_the_device_function():
+def test_an_exception_names_the_line_of_the_device_function_and_the_kernels():
     with pytest.raises(SimulatorError, match="NameError: name 'undefined' is not defined") as error:
         run(raises_kernel, 1, 1, np.zeros(1, np.float32))
-    line = inspect.getsourcelines(half)[1] + 2
-    assert f"raises_kernel, tests/test_simulator.py:{line}, block" in str(error.value)
+    line, kernels = inspect.getsourcelines(half)[1] + 2, inspect.getsourcelines(raises_kernel.py_func)[1] + 2
+    places = f"tests/test_simulator.py:{line}, called in tests/test_simulator.py:{kernels}"
+    assert f"[raises_kernel, {places}, block" in str(error.value)
     assert isinstance(error.value.__cause__, NameError)
 
 

@@ -59,6 +59,7 @@ encoder_backward = Op(
         {"B": 1, "T": 30, "C": 6, "V": 70000, "zipf": 1},
         {"B": 3, "T": 17, "C": 132, "V": 40, "zipf": 1},
     ],
+    sizes=lambda given: {**dict(zip("BTC", given["dout"].shape, strict=True)), "V": len(given["dwte"]), "zipf": 1},
     trainer_shapes=encoder_forward.trainer_shapes,
     large=encoder_forward.large,
 )

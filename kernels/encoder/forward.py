@@ -51,6 +51,7 @@ encoder_forward = Op(
     odd=[{"B": 2, "T": 3, "C": C, "V": 7, "zipf": 0} for C in (1, 3, 33, 768, 1600)]
     + [{"B": 1, "T": 1, "C": 12, "V": 5, "zipf": 0}, {"B": 3, "T": 50, "C": 8, "V": 4, "zipf": 1}]
     + [{"B": 5, "T": 3, "C": 136, "V": 9, "zipf": 1}],
+    sizes=lambda given: {**dict(zip("BTC", given["out"].shape, strict=True)), "V": len(given["wte"]), "zipf": 1},
     trainer_shapes=[{"B": 4, "T": 1024, "C": 768, "V": 50257, "zipf": 1}],
     large=[{"B": 240, "T": 1024, "C": 1024, "V": 250_000, "zipf": 0}],
 )

@@ -89,7 +89,7 @@ matmul_backward_weight = Op(
     changed=("dweight",),
     bytes_moved=lambda N, C, OC, accumulate=1: product_bytes(N, C, OC) + 4 * accumulate * OC * C,
     flops=lambda N, C, OC, accumulate=1: product_flops(N, C, OC),
-    sizes=sizes_of,
+    sizes=lambda given: sizes_of(given) | {"accumulate": int(given["accumulate"])},
     shape=FC | {"accumulate": 0},
     small=SMALL,
     odd=ODD + [shape | {"accumulate": 0} for shape in ODD[:2]],
