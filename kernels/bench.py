@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,10 +25,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # a script's own folder is there: the repo's root should be
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all else is imported: no traceback
+
+import numpy as np
 
 from data import corpus
 from data.files import Arguments, DataError, read_json, replacing, run_script

@@ -39,12 +39,12 @@ class Parser(argparse.ArgumentParser):
 
 def main(layer: str, arguments: list[str] | None = None) -> None:
     """What `python kernels/<layer>/run.py` does. Exits with 1 where a version is wrong or the question makes no sense."""
-    heed_ctrl_c()
     words = sys.argv[1:] if arguments is None else arguments
     try:
         from kernels.op import of_layer
 
         ops = of_layer(layer)
+        heed_ctrl_c()  # not before: an import may turn a KeyboardInterrupt into an error of its own
         answer(parse(layer, ops, words), ops)
     except KeyboardInterrupt:
         end_by_ctrl_c("stopped by Ctrl-C", sys.stderr)

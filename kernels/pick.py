@@ -9,6 +9,7 @@ fastest are tried in the training step itself (GPT-2 124M, B = 4, T = 1024), and
 """
 
 import functools
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ else:
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # a script's own folder is there: the repo's root should be
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all else is imported: no traceback
 
 from data.files import Arguments, DataError, run_script, shown, write_text
 

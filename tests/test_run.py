@@ -44,6 +44,12 @@ def test_every_layer_has_its_run_py():
         assert f'main("{layer}")' in (ROOT / "kernels" / layer / "run.py").read_text()
 
 
+def test_ctrl_c_at_the_start_of_a_script_is_no_traceback_of_an_import():
+    for file in [*(ROOT / "kernels").glob("*/run.py"), ROOT / "kernels" / "pick.py", ROOT / "kernels" / "bench.py"]:
+        before = file.read_text().partition("signal.signal(signal.SIGINT, signal.SIG_DFL)")[0]
+        assert not re.search(r"^ *(import numpy|from (data|kernels)\b)", before, re.M), file
+
+
 @simulator_only
 def test_a_version_is_checked_and_the_simulator_is_named(capsys):
     code, output, errors = run(capsys, "--version", "1", "--pass", "forward")
