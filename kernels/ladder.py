@@ -1,6 +1,7 @@
 """Measure a ladder: every version of an op checked, timed, and set against what the card can do. run.py prints it, the
 picker chooses from it, the benchmark keeps it as JSON."""
 
+import contextlib
 import functools
 import json
 import platform
@@ -12,7 +13,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
 
-from data.files import write_text
+from data.files import DataError, read_json, write_text
 from kernels.check import Problem, check, is_right
 from kernels.device import SIMULATE, TARGET, ShapeError, card_name, cuda, multiprocessors
 from kernels.op import Op, Version
@@ -194,11 +195,12 @@ def roofline() -> dict[str, float]:
         facts = card()
         file = CACHE_FOLDER / f"roofline-{facts['card'].replace(' ', '-')}.json"
         if file.exists() and time.time() - file.stat().st_mtime < 24 * 3600:
-            _roofline.update(json.loads(file.read_text()))
-        else:
+            with contextlib.suppress(DataError):  # one that is not whole is measured anew
+                _roofline.update(read_json(file, "delete it"))
+        if _roofline.keys() != {"bandwidth", "fp32", "tf32"}:
             _roofline.update(bandwidth=measure_bandwidth(), fp32=measure_fp32(), tf32=_measure_tf32())
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(_roofline))
+            with contextlib.suppress(DataError):  # where it cannot be kept, the next run measures again
+                write_text(file, json.dumps(_roofline))
     return _roofline
 
 

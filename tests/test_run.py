@@ -217,6 +217,19 @@ def test_a_kill_at_any_time_leaves_the_old_file_or_the_new_one(who, tmp_path, mo
     assert len(file.read_text()) > 10 and list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("kept", [None, "", "[]", '{"bandwidth": 1'])
+def test_a_roofline_that_is_not_whole_is_measured_anew_and_kept_where_it_can_be(kept, tmp_path, monkeypatch):
+    for name in ("measure_bandwidth", "measure_fp32", "_measure_tf32"):
+        monkeypatch.setattr(ladder, name, lambda: 2.0)
+    monkeypatch.setattr(ladder, "card", lambda: {"card": "a card"})
+    monkeypatch.setattr(ladder, "CACHE_FOLDER", tmp_path if kept is not None else tmp_path / "none")
+    if kept is not None:
+        (tmp_path / "roofline-a-card.json").write_text(kept)
+    monkeypatch.setattr(ladder, "_roofline", {})
+    assert ladder.roofline() == {"bandwidth": 2.0, "fp32": 2.0, "tf32": 2.0}
+    assert kept is None or json.loads((tmp_path / "roofline-a-card.json").read_text()) == ladder.roofline()
+
+
 @simulator_only
 def test_json_keeps_errors_and_versions_of_packages(capsys, tmp_path):
     file = tmp_path / "gelu.json"
