@@ -263,7 +263,10 @@ def load_file(op, file: str) -> None:
         spec.loader.get_code(spec.name)
     except (SyntaxError, ValueError) as error:  # a ValueError: a null byte
         stop(f"{file}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}")
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit:
+        stop(f"{file} exits as it is loaded: put what does that under `if __name__ == '__main__':`")
     launcher = getattr(module, op.name, None)
     if not callable(launcher):
         stop(f"{file} has no function {op.name}({', '.join(op.arguments)}); --template FILE writes one to start from")

@@ -472,7 +472,7 @@ class Launch:
             place = self.told(lines or [(code, code.co_firstlineno)])
         kind = "" if isinstance(error, SimulatorError) else f"{type(error).__name__}: "
         located = SimulatorError(
-            f"{kind}{error}{of} [{self.kernel.__name__}, {place}, block {blockIdx!r}, thread {thread!r}]"
+            f"{kind}{' '.join(str(error).splitlines())}{of} [{self.kernel.__name__}, {place}, block {blockIdx!r}, thread {thread!r}]"
         )
         located.__cause__ = None if kind == "" or isinstance(error, IndexError) else error
         located.__suppress_context__ = True

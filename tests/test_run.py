@@ -141,6 +141,7 @@ def test_a_file_without_the_function_is_told_its_name(capsys, tmp_path):
     [
         ("def gelu_forward(out): ...", "mine.py: gelu_forward is called with (out, inp): too many positional arguments"),
         ("x = 1\nraise ValueError('no')", "mine.py:2: no"),
+        ("x = 1\nraise SystemExit", "mine.py exits as it is loaded: put what does that under"),
         ("def gelu_forward(", "mine.py:1: '(' was never closed"),
         ("x = 1\0", "mine.py:1: source code string cannot contain null bytes"),
     ],

@@ -716,6 +716,17 @@ def raises_kernel(out):
     out[0] = half(out[0])
 
 
+@cuda.jit
+def raises_two_lines_kernel(out):
+    raise ValueError("one line\nand another")  # here
+
+
+@simulated
+def test_an_exception_of_two_lines_is_told_in_one():
+    out = np.zeros(1, np.float32)
+    refuses(raises_two_lines_kernel, lambda: run(raises_two_lines_kernel, 1, 1, out), "ValueError: one line and another")
+
+
 @simulated
 def test_an_exception_names_the_line_of_the_device_function_and_the_kernels():
     with pytest.raises(SimulatorError, match="NameError: name 'undefined' is not defined") as error:
