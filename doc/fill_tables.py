@@ -67,7 +67,8 @@ def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
             gain = f"{first / other['us']:.1f}x" if first else ""
             lines.append(f"| | {other['name']} | {other['us']:,.1f} | | | {gain} |")
     sizes = ", ".join(f"{name} = {size}" for name, size in shape.items())
-    return [*lines, "", f"{results['card']}, {sizes}; L2 flushed between runs; medians; bold: the fastest. [Raw numbers]({raw(results)})"]
+    how = "L2 flushed between runs; medians; bold: the fastest"
+    return [*lines, "", f"{results['card']}, {sizes}; {how}. [Raw numbers]({raw(results)})"]
 
 
 def best_table(results: dict, op: str, fp32: bool = False) -> list[str]:

@@ -300,7 +300,9 @@ def test_the_time_of_a_step_decides_between_versions_that_are_nearly_as_fast(mon
     assert pick.pick_in_step(op, rows[:2]) == 2 and tried == [2, 3], "one version needs no step"
 
 
-@pytest.mark.parametrize("name", ["gelu_backward", "adamw_update", "layernorm_backward", "matmul_backward_weight", "attention_forward"])
+@pytest.mark.parametrize(
+    "name", ["gelu_backward", "adamw_update", "layernorm_backward", "matmul_backward_weight", "attention_forward"]
+)
 def test_a_profile_counts_the_bytes_and_flops_that_the_ladder_counts(name):
     op = load_all()[name]
     arguments = op.make_arguments(np.random.default_rng(1), **op.small)
