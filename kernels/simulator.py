@@ -471,9 +471,8 @@ class Launch:
         else:
             place = self.told(lines or [(code, code.co_firstlineno)])
         kind = "" if isinstance(error, SimulatorError) else f"{type(error).__name__}: "
-        located = SimulatorError(
-            f"{kind}{' '.join(str(error).splitlines())}{of} [{self.kernel.__name__}, {place}, block {blockIdx!r}, thread {thread!r}]"
-        )
+        where = f"{self.kernel.__name__}, {place}, block {blockIdx!r}, thread {thread!r}"
+        located = SimulatorError(f"{kind}{' '.join(str(error).splitlines())}{of} [{where}]")
         located.__cause__ = None if kind == "" or isinstance(error, IndexError) else error
         located.__suppress_context__ = True
         return located
