@@ -8,6 +8,7 @@ The published file (safetensors) keeps a tensor a layer and matrices as (in, out
 layers and keeps matrices as (out, in), and pads the vocabulary with rows of zeros to a multiple of 128.
 """
 
+import os
 import re
 import signal
 import sys
@@ -150,6 +151,8 @@ def main() -> None:
     if args.out is None and size is None:
         parser.error(f"{source} is no published size: say with --out where to write it")
     path = args.out if args.out is not None else DATA_FOLDER.parent / f"gpt2_{size}.bin"
+    if os.path.exists(path) and os.path.samefile(source, path):
+        parser.error(f"--out {path} is the --file that it reads: name another")
     convert(source, path, config)
     if args.file is None:
         source.unlink()  # the checkpoint holds all of it

@@ -227,6 +227,8 @@ def raw(results: dict) -> str:
 
 def fill(page: Path, results: dict) -> str:
     """The page's text with its tables filled in."""
+    from kernels.op import load_all
+
     results = {**results, "prefix": "" if page.parent == ROOT / "doc" else "doc/"}
 
     def table(match: re.Match) -> str:
@@ -235,6 +237,8 @@ def fill(page: Path, results: dict) -> str:
             "large": large_table, "steps": steps_table, "without": without_table, "profile": profile_table,
             "losses": losses_table, "card": card_table, "batches": batches_table, "starts": starts_table, "cpu": cpu_table,
         }  # fmt: skip
+        if not what or what[0] not in {*whole, *load_all()}:
+            raise DataError(f"{page.name}: `{match[1].strip()}` names no table: doc/fill_tables.py begins with those there are")
         if what[0] in whole:
             lines = whole[what[0]](results)
         elif what[1:] in (["best"], ["fp32"]):

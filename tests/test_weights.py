@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from data import gpt2_weights
 from data.checkpoint import parameter_shapes, read_checkpoint
@@ -144,6 +144,7 @@ def test_the_script_converts_a_local_file(tmp_path):
         (["--file", "model.safetensors", "--heads", "3"], "C 8 and 3 heads are no GPT-2: see --heads"),
         (["--file", "model.safetensors", "--heads", "0"], "--heads 0 is not above 0"),
         (["--file", "model.safetensors", "--out", "none/x.bin"], "error: cannot write none/x.bin"),
+        (["--file", "model.safetensors", "--out", "./model.safetensors"], "--out ./model.safetensors is the --file that it reads"),
         (["99M"], "argument size: invalid choice: '99M'"),
     ],
 )
@@ -154,6 +155,7 @@ def test_bad_input_is_one_line_and_exit_status_1(tmp_path, arguments, fault):
     result = script(*arguments, cwd=tmp_path)
     assert result.returncode == 1 and fault in result.stderr and result.stderr.count("\n") == 1, result.stderr
     assert not list(tmp_path.glob("**/*.bin"))
+    assert load_file(tmp_path / "model.safetensors"), "what it read is what it was"
 
 
 def test_a_download_is_converted_and_removed(tmp_path, monkeypatch, capsys):
