@@ -108,7 +108,7 @@ def read_json(path: str | Path, remedy: str) -> dict:
     """Raises DataError where path is no file of a JSON object; remedy: what to do then."""
     try:
         found = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{shown(path)} cannot be read as JSON ({error}): {remedy}") from None
     if not isinstance(found, dict):
         raise DataError(f"{shown(path)} holds no JSON object: {remedy}")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from data.files import DataError, write_text
+from data.files import DataError, read_json, write_text
 from kernels.device import ShapeError, card_name, cuda
 
 
@@ -21,15 +21,16 @@ class Choices:
     def _read(self) -> dict[str, int]:
         """What is no choice, whoever wrote it, is measured anew."""
         try:
-            return {name: index for name, index in json.loads(self.file.read_text()).items() if type(index) is int}
-        except (OSError, ValueError, AttributeError, RecursionError):
+            found = read_json(self.file, "delete it")
+        except DataError:
             return {}
+        return {name: index for name, index in found.items() if type(index) is int}
 
     def index(self, key: tuple, run: Callable[..., None], count: int, stream, may_run: bool = True) -> int:
         """run(index, stream): computes the product with the candidate of an index. Where it must not run now (in a capture, or
         because the product adds to what is there), an unknown shape gets the first."""
         name = repr(key)
-        if 0 <= self.known.get(name, -1) < count:
+        if self.known.get(name) in range(count):
             return self.known[name]
         if count == 1 or not may_run or _is_captured(stream):
             return 0
@@ -41,10 +42,9 @@ class Choices:
                 continue
         fastest = min(times, key=times.get, default=0)
         self.known |= self._read()  # what another process has chosen meanwhile stands
-        if not 0 <= self.known.get(name, -1) < count:
+        if self.known.get(name) not in range(count):
             self.known[name] = fastest
-        with contextlib.suppress(OSError, DataError):  # where it cannot be kept, the next process measures again
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(DataError):  # where it cannot be kept, the next process measures again
             write_text(self.file, json.dumps(self.known))
         return self.known[name]
 
