@@ -37,7 +37,7 @@ from data.loader import DataLoader
 from kernels.device import TARGET, cuda
 from kernels.ladder import card, measure, roofline
 from kernels.op import load_all
-from kernels.pick import keep_pick, pick_from, pick_in_step
+from kernels.pick import keep_pick, pick_from
 from kernels.profile import profile_step
 from kernels.timing import median_ms
 from model import GPT2, Tensors, config_of_size, parameter_shapes, random_parameters
@@ -70,7 +70,7 @@ def measure_ops(names: list[str], results: dict, checked: bool = True) -> None:
                 keep = [old for old in results.get(name, []) if (old["op"], old["shape"]) != (op.name, shape)]
                 results[name] = keep + [{**asdict(row), "commit": commit()} for row in new]
             save(results)
-        number = (pick_in_step if op.flops else pick_from)(op, for_trainer)
+        number = pick_from(op, for_trainer, in_step=op.flops is not None)
         if number is not None:
             keep_pick(op.name, number)
 

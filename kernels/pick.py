@@ -63,10 +63,13 @@ def choose(times: dict[int, float], repeatable: set[int]) -> int:
     return fastest
 
 
-def pick_from(op, rows: list) -> int | None:
+def pick_from(op, rows: list, in_step: bool = False) -> int | None:
     """The version to use, from the rows (kernels.ladder.Row) of an op at every shape of the trainer; None where none is
-    right at all of them."""
+    right at all of them. in_step: whether the time of a training step decides between those that are nearly as fast."""
     times = times_of(rows)
+    near = [number for number, time in times.items() if time <= IN_STEP_RATIO * min(times.values())]
+    if in_step and len(near) > 1:
+        times = times_of_steps(op, near)
     return choose(times, {v.number for v in op.versions.values() if v.repeatable}) if times else None
 
 
@@ -81,8 +84,8 @@ def times_of(rows: list) -> dict[int, float]:
     return {number: sum(times[number] for times in shapes.values()) for number in everywhere}
 
 
-def pick_in_step(op, rows: list) -> int | None:
-    """The same, where the time of a training step decides between those that are nearly as fast."""
+def times_of_steps(op, numbers: list[int]) -> dict[int, float]:
+    """version -> us of a training step with it."""
     from itertools import count
 
     import numpy as np
@@ -90,19 +93,15 @@ def pick_in_step(op, rows: list) -> int | None:
     from kernels.timing import median_ms
     from model import GPT2, config_of_size, random_parameters
 
-    alone = times_of(rows)
-    near = [number for number, time in alone.items() if time <= IN_STEP_RATIO * min(alone.values())]
-    if len(near) < 2:
-        return pick_from(op, rows)
     config = config_of_size("d12")
     parameters, tokens = random_parameters(config, 1337), np.random.default_rng(1337).integers(0, config.vocab_size, (4, 1025))
     times = {}
-    for number in near:
+    for number in numbers:
         model, steps = GPT2(config, parameters, "cuda", report=lambda line: None, kernels={op.name: number}), count(1)
         step = functools.partial(model.train_step, tokens[:, :-1], tokens[:, 1:], 3e-4)
         times[number] = 1e3 * median_ms(lambda: step(next(steps)), 40)  # noqa: B023
         model.close()
-    return choose(times, {v.number for v in op.versions.values() if v.repeatable})
+    return times
 
 
 def keep_pick(op: str, number: int) -> None:
@@ -140,7 +139,7 @@ def main() -> None:
         for row in rows:
             if row.right is False:
                 console.print(f"[red]{op.name} {row.version} is wrong at {row.shape}: {row.refused or row.errors}[/red]")
-        number = (pick_in_step if asked.step else pick_from)(op, rows)
+        number = pick_from(op, rows, in_step=asked.step)
         if number is None:
             console.print(f"[red]{op.name}: no version is right at the trainer's shapes[/red]")
             continue
