@@ -206,7 +206,7 @@ def finished_of(epilogue: int):
 
 
 @functools.cache
-def epilogue_of(epilogue: int, width: int, aligned: bool, apart: bool = False):
+def epilogue_of(epilogue: int, width: int, aligned: bool):
     """Three device functions for `width` neighbours of a row: load the bias, load the extra array, finish and store.
 
     All loads of a tile come before its stores, or each would wait for the one before: the compiler cannot know that out is
@@ -241,16 +241,7 @@ def epilogue_of(epilogue: int, width: int, aligned: bool, apart: bool = False):
     def store(out, extra, row, column, rows, N, x, b, e):
         """x, b, e: tuples of `width`."""
         if row < rows and column < N:
-            if aligned and width == 4:
-                at = int64(row) * N + column
-                y0, y1, y2, y3 = (
-                    finished(x[0], b[0], e[0]), finished(x[1], b[1], e[1]), finished(x[2], b[2], e[2]), finished(x[3], b[3], e[3])
-                )  # fmt: skip
-                if epilogue == BIAS_GELU:
-                    store4(extra, at, y0, y1, y2, y3)
-                    y0, y1, y2, y3 = y0 * gelu_gate(y0), y1 * gelu_gate(y1), y2 * gelu_gate(y2), y3 * gelu_gate(y3)
-                store4(out, at, y0, y1, y2, y3)
-            elif aligned and width == 2:
+            if aligned and width == 2:
                 at = int64(row) * N + column
                 y0, y1 = finished(x[0], b[0], e[0]), finished(x[1], b[1], e[1])
                 if epilogue == BIAS_GELU:
@@ -267,7 +258,7 @@ def epilogue_of(epilogue: int, width: int, aligned: bool, apart: bool = False):
                         out[row, column + j] = y
 
     @cuda.jit(device=True)
-    def store_apart(out, extra, row, column, rows, N, x, b, e):
+    def store_four(out, extra, row, column, rows, N, x, b, e):
         """The same for four. What is stored at once stands in four neighbouring registers; where sums are added up, an even and an
         odd one should be read at a time. So sums are moved before the store, and there is no branch around the arithmetic."""
         at, inside = int64(row) * N + column, row < rows and column < N
@@ -280,7 +271,7 @@ def epilogue_of(epilogue: int, width: int, aligned: bool, apart: bool = False):
         if inside:
             store4(out, at, y0, y1, y2, y3)
 
-    return load_bias, load_extra, store_apart if apart and aligned and width == 4 else store
+    return load_bias, load_extra, store_four if aligned and width == 4 else store
 
 
 @functools.cache
@@ -314,7 +305,7 @@ def tensor_core(tile: "Tile", a_m_major: bool, b_m_major: bool, epilogue: int, a
     WM, WN = tile.WM, tile.WN
     A, B, SIZE_E = WM // 4, WN // 4, WM // 4
     read_a, read_b = read_fragment(a_m_major, tile.BM, WM), read_fragment(b_m_major, tile.BN, WN)
-    load_bias, load_extra, store = epilogue_of(epilogue, 4, aligned, apart=True)
+    load_bias, load_extra, store = epilogue_of(epilogue, 4, aligned)
 
     @cuda.jit(device=True)
     def read(a, b, shared, at_a, at_b, row, column, first, k, lane):
@@ -368,7 +359,7 @@ def fp32_core(tile: "Tile", epilogue: int, aligned: bool):
     """The same four with fp32 arithmetic: lanes 4 x 8, each with its own rows and columns in fours; nothing is rounded."""
     A, B = tile.WM // 4, tile.WN // 8  # rows and columns of a lane
     A_ROW, B_ROW = tile.BM + PAD_FP32, tile.BN + PAD_FP32
-    load_bias, load_extra, store = epilogue_of(epilogue, 4, aligned, apart=True)
+    load_bias, load_extra, store = epilogue_of(epilogue, 4, aligned)
 
     @cuda.jit(device=True)
     def place(lane):
@@ -590,7 +581,7 @@ def add_splits(epilogue: int, aligned: bool):
 
 def best_splits(
     M: int, N: int, K: int, BM: int, BN: int, flops: float, blocks: int = 1, most: int = 8
-) -> tuple[float, int]:  # fmt: skip
+) -> tuple[float, int]:
     """(seconds, splits): into how many parts to split K so that all multiprocessors have their share of the work, where one of
     them, with `blocks` blocks, does `flops` a second and adding the parts up moves them at 3 TB/s. On another card the ratio
     is much the same."""
