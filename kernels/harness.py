@@ -292,8 +292,8 @@ def in_one_line(error: Exception) -> str:
     """Numba's errors fill a screen. What matters is where in the kernel it is, and the sentence. Where the text names no
     place, it is the last line that ran of a layer's file or a learner's."""
     text = str(error)
-    modules = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)]
-    if modules and modules[-1].endswith(".core.caching"):  # numba's; a power cut may leave a file there that is not whole
+    ran = [(frame.f_globals["__name__"], frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    if ran and ran[-1][0].endswith(".core.caching"):  # numba's; a power cut may leave a file there that is not whole
         folder = os.environ.get("NUMBA_CACHE_DIR")  # which kernels.target has set
         if isinstance(error, OSError):
             return f"{folder}, where compiled code is kept: {error.strerror}: make room, or set XDG_CACHE_HOME to another folder"
@@ -301,7 +301,6 @@ def in_one_line(error: Exception) -> str:
     places = re.findall(r'File "([^"]+)", line (\d+)', text)
     mine = [(name, line) for name, line in places if "site-packages" not in name]
     if not mine and not isinstance(error, MemoryError):
-        ran = [(frame.f_globals["__name__"], frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
         mine = [(file, line) for module, file, line in ran if re.fullmatch(rf"{YOUR_MODULE}|kernels\.\w+\.\w+", module)]
         mine = [(file, line) for file, line in mine if Path(file).name not in text]
     sentences = [
