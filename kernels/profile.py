@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from kernels.device import cuda, uint64
 from kernels.op import OPS
 from kernels.timing import hold_kernel
+from kernels.unfused import Unfused
 
 HOLD_NANOSECONDS = 100_000_000  # longer than Python needs to queue a step, so that no kernel waits for its launch
 
@@ -24,19 +25,18 @@ class Spent:
 def work(op, args: tuple) -> tuple[int, int]:
     """The bytes that must cross the memory bus, and the FLOPs, of a call: of an op that does not tell, each array once, and once
     more if it is changed in place."""
-    if op and op.sizes:
-        sizes = op.sizes(dict(zip(op.arguments, args, strict=True)))
+    given = dict(zip(op.arguments, args, strict=True))
+    if op.sizes:
+        sizes = op.sizes(given)
         return op.bytes_moved(**sizes), op.flops(**sizes) if op.flops else 0
-    names = op.arguments if op else [""] * len(args)
-    changed = op.changed if op else ()
-    return sum((1 + (name in changed)) * getattr(arg, "nbytes", 0) for name, arg in zip(names, args, strict=True)), 0
+    return sum((1 + (name in op.changed)) * getattr(arg, "nbytes", 0) for name, arg in given.items()), 0
 
 
 class Profiled:
-    """A namespace of ops like the one it wraps, which puts events around every call."""
+    """The picked versions (kernels.op.Picked), with events around every call."""
 
-    def __init__(self, ops, stream):
-        self.ops, self.stream = ops, stream
+    def __init__(self, picked):
+        self.picked, self.stream = picked, picked.stream
         self.spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
 
     def hold(self) -> None:
@@ -44,16 +44,16 @@ class Profiled:
         hold_kernel[1, 1, self.stream](uint64(HOLD_NANOSECONDS))
 
     def __getattr__(self, name: str):
-        launch = getattr(self.ops, name)
+        launch = getattr(self.picked, name)
 
         def timed(*args):
             start, end = cuda.event(), cuda.event()
             start.record(self.stream)
             version = launch(*args)
             end.record(self.stream)
-            spent = self.spent[name, version.number if version else 0]
+            spent = self.spent[name, version.number]
             spent.events.append((start, end))
-            nbytes, flops = work(OPS.get(name), args)
+            nbytes, flops = work(version.op, args)
             spent.nbytes += nbytes
             spent.flops += flops
             return version
@@ -72,12 +72,14 @@ class Profiled:
 def profile_step(model, inputs, targets, learning_rate: float, step: int) -> Profiled:
     """One training step, launched kernel by kernel. The model learns from it as from any other."""
     plain, graph = model.ops, model.backend.graph
-    model.ops, model.backend.graph = Profiled(plain, model.backend.stream), False
+    profiled = Profiled(model.backend.picked)
+    model.ops = Unfused(profiled) if isinstance(plain, Unfused) else profiled
+    model.backend.graph = False
     try:
-        model.ops.hold()
+        profiled.hold()
         with model.backend.in_order():
             model.train_step(inputs, targets, learning_rate, step)
-        return model.ops
+        return profiled
     finally:
         model.ops, model.backend.graph = plain, graph
 
@@ -94,7 +96,7 @@ def print_profile(profiled: Profiled) -> None:
     for op, number, spent in rows:
         rate = spent.nbytes / spent.ms / 1e6 if spent.ms else 0
         tflops = f"{spent.flops / spent.ms / 1e9:.0f}" if spent.flops else ""
-        what = f"{op} [dim]{OPS[op].versions[number].description}[/dim]" if op in OPS else op
+        what = f"{op} [dim]{OPS[op].versions[number].description}[/dim]"
         share, each = f"{100 * spent.ms / whole:.1f}", f"{1e3 * spent.ms / spent.calls:.1f}"
         table.add_row(what, str(number), str(spent.calls), f"{spent.ms:.3f}", share, each, f"{rate:.0f}", tflops)
     Console(highlight=False, width=140).print(table)

@@ -6,18 +6,24 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import cpu_reference
 import kernels.op
+from data.checkpoint import GPT2Config
 from data.files import DataError
-from kernels import harness, ladder, pick
+from kernels import harness, ladder, pick, profile
 from kernels.device import TARGET
 from kernels.ladder import Row
 from kernels.op import OPS, Picked, load_all, of_layer
 from kernels.profile import work
+from kernels.unfused import Unfused
+from model import GPT2
 
 ROOT = Path(__file__).parent.parent
 without_a_gpu = pytest.mark.skipif(TARGET == "gpu", reason="there is a GPU")
@@ -296,8 +302,8 @@ def test_the_time_of_a_step_decides_between_versions_that_are_nearly_as_fast(mon
     monkeypatch.setattr(timing, "median_ms", median_ms)
     op = load_all()["gelu_forward"]
     rows = [Row(op.name, version, "", {"N": 4}, us=us, right=True) for version, us in ((1, 90.0), (2, 50.0), (3, 52.0))]
-    assert pick.pick_in_step(op, rows) == 3 and tried == [2, 3]
-    assert pick.pick_in_step(op, rows[:2]) == 2 and tried == [2, 3], "one version needs no step"
+    assert pick.pick_from(op, rows, in_step=True) == 3 and tried == [2, 3]
+    assert pick.pick_from(op, rows[:2], in_step=True) == 2 and tried == [2, 3], "one version needs no step"
 
 
 @pytest.mark.parametrize(
@@ -315,6 +321,41 @@ def test_a_profile_counts_the_rows_of_the_token_table_that_are_read():
     op = load_all()["encoder_forward"]
     arguments = op.make_arguments(np.random.default_rng(1), B=1, T=4, C=8, V=1000, zipf=1)
     assert work(op, tuple(arguments.values()))[0] <= 4 * (3 * 4 * 8 + 4)
+
+
+@simulator_only
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_profile_names_every_op_of_a_step_fused_or_not(fused, monkeypatch, capsys):
+    """On the CPU's model and functions; what only a GPU has stands in as something that takes no time."""
+    ops = load_all()
+
+    class Event:
+        def record(self, stream): ...
+
+    class Picked:
+        stream = SimpleNamespace(synchronize=lambda: None)
+
+        def __getattr__(self, name):
+            def launch(*args):
+                getattr(cpu_reference, name)(*args)
+                return ops[name].versions[max(ops[name].versions)]
+
+            return launch
+
+    monkeypatch.setattr(profile.Profiled, "hold", lambda self: None)
+    monkeypatch.setattr(profile, "cuda", SimpleNamespace(event=Event, event_elapsed_time=lambda start, end: 1.0))
+    config = GPT2Config(max_seq_len=8, vocab_size=30, padded_vocab_size=32, num_layers=2, num_heads=2, channels=16)
+    model = GPT2.random(config, report=lambda line: None)
+    model.backend.picked, model.backend.graph, model.backend.in_order = Picked(), True, nullcontext
+    model.ops = model.backend.picked if fused else Unfused(model.backend.picked)
+    before, tokens = model.ops, np.zeros((1, 8), np.int32)
+    profile.print_profile(profile.profile_step(model, tokens, tokens, 1e-3, 1))
+    named = set(re.findall(r"^│ (\w+) ", capsys.readouterr().out, re.M))
+    assert model.ops is before and model.backend.graph is True
+    assert named >= {"adamw_update", "attention_backward", "matmul_backward_weight", "fused_classifier"}
+    for op in ("fused_residual_forward", "fused_residual_backward", "matmul_gelu_forward", "matmul_gelu_backward_input"):
+        assert (op in named) == fused, op
+    assert ({"residual_forward", "gelu_forward", "gelu_backward"} <= named) != fused
 
 
 def test_picks_are_kept_by_card(tmp_path, monkeypatch):
