@@ -148,33 +148,20 @@ def run(op, asked: argparse.Namespace) -> list:
         have = ", ".join(str(number) for number in op.versions if number != YOURS)
         stop(f"{op.name} has no version {numbers[0]}; it has {have}")
     versions = [op.versions[number] for number in dict.fromkeys([*numbers, *([YOURS] if asked.file else [])])]
-    sweep = (
-        not SIMULATE and asked.version != "all" and asked.block_size is None and "block_size" in versions[0].options()
-    )
+    one = versions[0] if len(versions) == 1 and asked.version != "all" else None
+    sweep = one and not SIMULATE and asked.block_size is None and "block_size" in one.options()
+    block_sizes = BLOCK_SIZES if sweep else [asked.block_size]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
-        task = bar.add_task(op.name, total=(len(BLOCK_SIZES) if sweep else len(versions)) + 1)
+        task = bar.add_task(op.name, total=len(versions) * len(block_sizes) + 1)
 
         def progress(text: str) -> None:
             bar.update(task, description=text, advance=1)
 
-        common = {"tf32": bool(asked.tf32), "seed": asked.seed}
-        if sweep:
-            rows = measure_sweep(op, shape, versions[0], progress, common)
-        else:
-            rows = measure(op, shape, versions, block_size=asked.block_size, progress=progress, **common)
+        options = {"tf32": bool(asked.tf32), "seed": asked.seed, "progress": progress}
+        rows = measure(op, shape, versions, block_sizes=block_sizes, **options)
     print_table(op, shape, rows)
-    return rows
-
-
-def measure_sweep(op, shape: dict, version, progress, common: dict) -> list:
-    from kernels.ladder import measure
-
-    rows = measure(op, shape, [version], block_size=BLOCK_SIZES[0], progress=progress, **common)
-    for block_size in BLOCK_SIZES[1:]:
-        progress(f"{op.name} {version.number}, blocks of {block_size} threads")
-        rows += measure(op, shape, [version], block_size=block_size, **common)
     return rows
 
 

@@ -3,6 +3,7 @@ picker chooses from it, the benchmark keeps it as JSON."""
 
 import contextlib
 import functools
+import itertools
 import json
 import platform
 import subprocess
@@ -62,7 +63,7 @@ def measure(
     shape: dict,
     versions: Iterable[Version] | None = None,
     *,
-    block_size: int | None = None,
+    block_sizes: Iterable[int | None] = (None,),
     timed: bool = True,
     checked: bool = True,
     tf32: bool = True,
@@ -71,13 +72,13 @@ def measure(
     keep_going: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """Every version at this shape: on a GPU checked and timed, in the simulator checked. `progress` hears what is next. With
-    keep_going a version that fails is a row that says so."""
+    """Every version at this shape, with blocks of each of these sizes: on a GPU checked and timed, in the simulator checked.
+    `progress` hears what is next. With keep_going a version that fails is a row that says so."""
     rows = []
     versions = list(versions or op.versions.values())
     progress(f"{op.name}: the reference in float64")
     problem = Problem.of(op, shape, seed) if checked else None
-    for version in versions:
+    for version, block_size in itertools.product(versions, block_sizes):
         row = Row(op.name, version.number, version.description, shape, version.precision, version.repeatable)
         rows.append(row)
         options = {"block_size": block_size} if block_size and "block_size" in version.options() else {}
@@ -88,7 +89,8 @@ def measure(
         row.refused = version.why_not() or ""
         if row.refused:
             continue
-        progress(f"{op.name} {version.number}: {version.description}")
+        blocks = f", blocks of {row.block_size} threads" if row.block_size else ""
+        progress(f"{op.name} {version.number}{blocks}: {version.description}")
         try:
             if checked:
                 row.errors = check(version, problem, **options)
