@@ -6,7 +6,7 @@ version 3: positions sorted by token, a block for each run of the same token: no
 version 4: 16-byte loads and stores
 version 5: a radix sort that one block does while the others add up dwpe, and long runs shared out among blocks
 version 6: atomics again, of 16 bytes, for dwte alone: everything in one kernel, and dout is read once
-version 7: sorted by counting, which many blocks do together, with the keys that they count for in registers
+version 7: keys dealt into buckets, each sorted by a block of its own; dwpe beside the rows of dwte, which read dout again
 """
 
 import numpy as np
@@ -17,9 +17,6 @@ from kernels.device import (
     WARP,
     atomic_add4,
     ceil_div,
-    cp_async4,
-    cp_async_commit,
-    cp_async_wait,
     cuda,
     float32,
     int32,
@@ -322,12 +319,12 @@ def sort_and_dwpe_kernel(order, runs, dwpe, dout, tokens, b, sequences, passes):
             store4(dwpe, i, *add4(load4(dwpe, i), total))
 
 
-@cuda.jit(cache=True, fastmath=True, launch_bounds=(ROW_THREADS, 5))
-def window_kernel(dwte, partials, runs, dout, order, first):
-    """A block takes the next WINDOW keys of order. The sum of a run that lies within goes into dwte. Of one that began in an
-    earlier window it goes to partials[0, window], of one that goes on in a later window to partials[1, window]; runs lists,
-    behind their number, the windows where such runs begin."""
-    C, windows, window = dwte.shape[1], cuda.gridDim.x, cuda.blockIdx.x
+@cuda.jit(device=True, cache=True, fastmath=True)
+def add_window(dwte, partials, runs, dout, order, first, window, windows):
+    """The block takes the WINDOW keys of a window of order. The sum of a run that lies within goes into dwte. Of one that began
+    in an earlier window it goes to partials[0, window], of one that goes on in a later window to partials[1, window]; runs
+    lists, behind their number, the windows where such runs begin."""
+    C = dwte.shape[1]
     tokens, places = cuda.local.array(NEIGHBOURHOOD, int32), cuda.local.array(NEIGHBOURHOOD, int32)
     rows, old = cuda.local.array((WINDOW, 4), float32), cuda.local.array((WINDOW, 4), float32)
     for n in range(NEIGHBOURHOOD):
@@ -360,6 +357,11 @@ def window_kernel(dwte, partials, runs, dout, order, first):
                     total = float32(0), float32(0), float32(0), float32(0)
                     began_here = True
         c += 4 * cuda.blockDim.x
+
+
+@cuda.jit(cache=True, fastmath=True, launch_bounds=(ROW_THREADS, 5))
+def window_kernel(dwte, partials, runs, dout, order, first):
+    add_window(dwte, partials, runs, dout, order, first, cuda.blockIdx.x, cuda.gridDim.x)
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -408,17 +410,14 @@ def portions(dwte, dout, positions):
 def scratch_for_runs(T, C, sequences):
     """order, partials and runs, for so many sequences."""
     windows = ceil_div(sequences * T, WINDOW)
-    order = scratch("encoder_backward_order", POSITIONS + 2, np.int32)
+    order = scratch("encoder_backward_order", 1 + POSITIONS + WINDOW, np.int32)
     partials = scratch("encoder_backward_partials", (2, windows, C))
     return order, partials, scratch("encoder_backward_runs", 1 + windows, np.int32)
 
 
-def add_runs(dwte, partials, runs, dout, order, b, sequences, threads, stream):
-    """The second and third kernel of versions 5 and 7."""
-    B, T, C = dout.shape
-    windows = ceil_div(sequences * T, WINDOW)
-    window_kernel[windows, threads, stream](dwte, partials, runs, dout, order, b * T)
-    grid = min(windows, LONG_RUN_BLOCKS), ceil_div(C, LONG_RUN_CHANNELS)
+def add_long_runs(dwte, partials, runs, order, windows, stream):
+    """The last kernel of versions 5 and 7."""
+    grid = min(windows, LONG_RUN_BLOCKS), ceil_div(dwte.shape[1], LONG_RUN_CHANNELS)
     long_runs_kernel[grid, WARP * LONG_RUN_WARPS, stream](dwte, partials, runs, order, windows)
 
 
@@ -431,8 +430,10 @@ def encoder_backward5(dwte, dwpe, dout, inp, *, positions=POSITIONS, stream=0):
     tokens, passes = inp.reshape(B * T), ceil_div((len(dwte) - 1).bit_length(), 8)
     blocks = 1 + ceil_div(T * C, 4 * SORT_THREADS)
     for b, sequences in parts:
+        windows = ceil_div(sequences * T, WINDOW)
         sort_and_dwpe_kernel[blocks, SORT_THREADS, stream](order, runs, dwpe, dout, tokens, b, sequences, passes)
-        add_runs(dwte, partials, runs, dout, order, b, sequences, threads, stream)
+        window_kernel[windows, threads, stream](dwte, partials, runs, dout, order, b * T)
+        add_long_runs(dwte, partials, runs, order, windows, stream)
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -477,11 +478,18 @@ def encoder_backward6(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
     encoder_backward_kernel6[T, threads_of_row(C, block_size), stream](dwte, dwpe, dout, inp)
 
 
-# Version 7 sorts as version 3 does, by counting how many keys are smaller, but a thread counts for two keys at once, which
-# it has in registers, and everybody reads the others' keys from shared memory, four at a time.
-COUNT_WARPS = 8
-COUNT_THREADS = WARP * COUNT_WARPS
-COUNTED = 2 * WARP  # keys a block
+# Version 7 deals the keys into buckets by a hash of their tokens: in which order the tokens come is all one, as long as equal
+# ones come together, and the frequent ones should not all be in one bucket. Each bucket is a block's.
+BUCKETS = 128  # at most
+BUCKET_KEYS = 32  # of a bucket, on average, if the buckets are fewer
+BUCKET_ROOM = POSITIONS + 4  # keys, and the rest of the last 16 bytes
+TOKENS = 8  # that a thread looks at
+
+
+@cuda.jit(device=True, cache=True)
+def bucket_of(token, buckets):
+    """buckets: a power of 2. (Knuth, The Art of Computer Programming 3, 6.4: multiply by the golden ratio, take upper bits.)"""
+    return (token * 0x9E3779B9 >> 16) & (buckets - 1)
 
 
 @cuda.jit(device=True, cache=True)
@@ -490,72 +498,77 @@ def smaller(n, a, key):
     return int32(n - (int32(a - key) >> 31))
 
 
-@cuda.jit(device=True, cache=True)
-def place_by_counting(order, tokens, first, count, block):
-    """COUNTED of the keys of the tokens from first to first + count go to their places in order; those of the first block
-    also put up the ends."""
-    keys = cuda.shared.array(POSITIONS, int32, alignment=16)
-    counts = cuda.shared.array((COUNT_WARPS, COUNTED), int32)
-    tid, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-    padded = (count + COUNTED - 1) // COUNTED * COUNTED
-    position = tid
-    while position < count:  # all on their way at once
-        cp_async4(keys, position, tokens, first + position)
-        position += COUNT_THREADS
-    cp_async_commit()
-    cp_async_wait(0)
-    position = tid
-    while position < padded:  # those that this thread has copied itself
-        token = keys[position] if position < count else int32(PADDING)
-        keys[position] = token << POSITION_BITS | position
-        position += COUNT_THREADS
+@cuda.jit(cache=True)
+def bucket_kernel(order, runs, tokens, first, count):
+    """Of the tokens from first to first + count, each block looks at all and keeps the keys of its bucket. They go to their places
+    in order: behind those of lower buckets, and there where the number of smaller keys in the bucket tells."""
+    keys = cuda.shared.array(BUCKET_ROOM, int32, alignment=16)
+    counts = cuda.shared.array(2, int32)  # keys in this bucket, keys in lower ones
+    mine = cuda.local.array(TOKENS, int32)
+    tid, bucket, buckets = cuda.threadIdx.x, cuda.blockIdx.x, cuda.gridDim.x
+    for r in range(TOKENS):  # all on their way at once
+        position = r * cuda.blockDim.x + tid
+        mine[r] = tokens[first + position] if position < count else int32(PADDING)
+    if tid < 2:
+        counts[tid] = 0
     cuda.syncthreads()
-    low, high = keys[block * COUNTED + lane], keys[block * COUNTED + WARP + lane]
-    before_low, before_high = int32(0), int32(0)
-    share = padded // COUNT_WARPS
-    i = warp * share
-    while i < (warp + 1) * share:
-        a, b, c, d = load4(keys, i)
-        before_low = smaller(smaller(smaller(smaller(before_low, a, low), b, low), c, low), d, low)
-        before_high = smaller(smaller(smaller(smaller(before_high, a, high), b, high), c, high), d, high)
-        i += 4
-    counts[warp, lane] = before_low
-    counts[warp, WARP + lane] = before_high
+    lower = int32(0)
+    for r in range(TOKENS):
+        if mine[r] != PADDING:
+            other = bucket_of(mine[r], buckets)
+            lower += int32(other < bucket)
+            if other == bucket:
+                keys[cuda.atomic.add(counts, 0, 1)] = mine[r] << POSITION_BITS | (r * cuda.blockDim.x + tid)
+    lower = warp_sum(lower)
+    if cuda.laneid == 0:
+        cuda.atomic.add(counts, 1, lower)
     cuda.syncthreads()
-    if tid < COUNTED:
-        place = 1
-        for w in range(COUNT_WARPS):
-            place += counts[w, tid]
-        order[place] = keys[block * COUNTED + tid]
-    if block == 0 and tid == 0:
-        order[0] = -1
-        order[1 + padded] = PADDING << POSITION_BITS
-
-
-@cuda.jit(cache=True, fastmath=True, launch_bounds=(COUNT_THREADS, 4))
-def count_and_dwpe_kernel(order, runs, dwpe, dout, tokens, b, sequences, counting):
-    """Of the sequences from b on: the first blocks, `counting` of them, sort, the others add to dwpe."""
-    B, T, C = dout.shape
-    if cuda.grid(1) == 0:
+    found, before = counts[0], counts[1]
+    if tid < 4:
+        keys[found + tid] = PADDING << POSITION_BITS
+    cuda.syncthreads()
+    for i in range(tid, found, cuda.blockDim.x):
+        key, place = keys[i], int32(1 + before)
+        for j in range(0, found, 4):
+            a, b, c, d = load4(keys, j)
+            place = smaller(smaller(smaller(smaller(place, a, key), b, key), c, key), d, key)
+        order[place] = key
+    if bucket == 0 and tid <= WINDOW:
+        order[count + tid if tid else 0] = PADDING << POSITION_BITS if tid else -1
         runs[0] = 0
-    if cuda.blockIdx.x < counting:
-        place_by_counting(order, tokens, b * T, sequences * T, cuda.blockIdx.x)
-    else:
-        i = 4 * (cuda.grid(1) - counting * cuda.blockDim.x)
+
+
+@cuda.jit(cache=True, fastmath=True, launch_bounds=(ROW_THREADS, 5))
+def windows_and_dwpe_kernel(dwte, dwpe, partials, runs, dout, order, b, sequences, summing):
+    """Of the sequences from b on: the first blocks, `summing` of them, add to dwpe; the others take a window each."""
+    B, T, C = dout.shape
+    if cuda.blockIdx.x < summing:
+        i = 4 * cuda.grid(1)
         if i < T * C:
             total = sum_of_sequences(dout, b * T * C + i, T * C, sequences)
             store4(dwpe, i, *add4(load4(dwpe, i), total))
+    else:
+        window, windows = cuda.blockIdx.x - summing, cuda.gridDim.x - summing
+        add_window(dwte, partials, runs, dout, order, b * T, window, windows)
 
 
-@encoder_backward.version(7, "sorted by counting, by many blocks together", needs_cc=(8, 0))
+def buckets_for(count):
+    """A power of 2."""
+    return 1 << max(1, min(count // BUCKET_KEYS, BUCKETS)).bit_length() - 1
+
+
+@encoder_backward.version(7, "keys in buckets, a block sorts each; dwpe beside the rows of dwte")
 def encoder_backward7(dwte, dwpe, dout, inp, *, positions=POSITIONS, stream=0):
     """As version 5."""
     B, T, C = dout.shape
     threads, parts = threads_of_row(C, ROW_THREADS), portions(dwte, dout, positions)
     order, partials, runs = scratch_for_runs(T, C, parts[0][1])
-    tokens = inp.reshape(B * T)
+    tokens, summing = inp.reshape(B * T), ceil_div(T * C, 4 * threads)
     for b, sequences in parts:
-        counting = ceil_div(sequences * T, COUNTED)
-        blocks = counting + ceil_div(T * C, 4 * COUNT_THREADS)
-        count_and_dwpe_kernel[blocks, COUNT_THREADS, stream](order, runs, dwpe, dout, tokens, b, sequences, counting)
-        add_runs(dwte, partials, runs, dout, order, b, sequences, threads, stream)
+        count = sequences * T
+        windows = ceil_div(count, WINDOW)
+        bucket_kernel[buckets_for(count), WARP * ceil_div(count, WARP * TOKENS), stream](order, runs, tokens, b * T, count)
+        windows_and_dwpe_kernel[summing + windows, threads, stream](
+            dwte, dwpe, partials, runs, dout, order, b, sequences, summing
+        )
+        add_long_runs(dwte, partials, runs, order, windows, stream)
