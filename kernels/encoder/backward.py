@@ -482,7 +482,8 @@ def encoder_backward6(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
 # ones come together, and the frequent ones should not all be in one bucket. Each bucket is a block's.
 BUCKETS = 128  # at most
 BUCKET_KEYS = 32  # of a bucket, on average, if the buckets are fewer
-BUCKET_ROOM = POSITIONS + 4  # keys, and the rest of the last 16 bytes
+COMPARED = 16  # keys, before the next round of a loop
+BUCKET_ROOM = POSITIONS + COMPARED
 TOKENS = 8  # that a thread looks at
 
 
@@ -507,31 +508,32 @@ def bucket_kernel(order, runs, tokens, first, count):
     mine = cuda.local.array(TOKENS, int32)
     tid, bucket, buckets = cuda.threadIdx.x, cuda.blockIdx.x, cuda.gridDim.x
     for r in range(TOKENS):  # all on their way at once
-        position = r * cuda.blockDim.x + tid
-        mine[r] = tokens[first + position] if position < count else int32(PADDING)
+        mine[r] = tokens[first + min(r * cuda.blockDim.x + tid, count - 1)]
     if tid < 2:
         counts[tid] = 0
     cuda.syncthreads()
     lower = int32(0)
     for r in range(TOKENS):
-        if mine[r] != PADDING:
+        position = r * cuda.blockDim.x + tid
+        if position < count:
             other = bucket_of(mine[r], buckets)
             lower += int32(other < bucket)
             if other == bucket:
-                keys[cuda.atomic.add(counts, 0, 1)] = mine[r] << POSITION_BITS | (r * cuda.blockDim.x + tid)
+                keys[cuda.atomic.add(counts, 0, 1)] = mine[r] << POSITION_BITS | position
     lower = warp_sum(lower)
     if cuda.laneid == 0:
         cuda.atomic.add(counts, 1, lower)
     cuda.syncthreads()
     found, before = counts[0], counts[1]
-    if tid < 4:
+    if tid < COMPARED:
         keys[found + tid] = PADDING << POSITION_BITS
     cuda.syncthreads()
     for i in range(tid, found, cuda.blockDim.x):
         key, place = keys[i], int32(1 + before)
-        for j in range(0, found, 4):
-            a, b, c, d = load4(keys, j)
-            place = smaller(smaller(smaller(smaller(place, a, key), b, key), c, key), d, key)
+        for j in range(0, found, COMPARED):
+            for k in range(j, j + COMPARED, 4):
+                a, b, c, d = load4(keys, k)
+                place = smaller(smaller(smaller(smaller(place, a, key), b, key), c, key), d, key)
         order[place] = key
     if bucket == 0 and tid <= WINDOW:
         order[count + tid if tid else 0] = PADDING << POSITION_BITS if tid else -1
