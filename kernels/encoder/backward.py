@@ -149,11 +149,11 @@ def encoder_backward3(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
     dwte_kernel3[B * T, block_size, stream](dwte, dout.reshape((B * T, C)), tokens, order)
 
 
-FLIGHT = 8  # sequences, of which a thread has its 16 bytes on the way
+FLIGHT = 8  # rows, of which a thread has its 16 bytes on the way
 
 
 @cuda.jit(device=True, cache=True, fastmath=True)
-def sum_of_sequences(dout, i, step, count):
+def sum_of_rows(rows, i, step, count):
     """The sum of four neighbouring elements at i, i + step, i + 2 step, ..., `count` of them; eight independent loads at a time."""
     x = cuda.local.array((FLIGHT, 4), float32)
     total = float32(0), float32(0), float32(0), float32(0)
@@ -161,7 +161,7 @@ def sum_of_sequences(dout, i, step, count):
         for k in range(FLIGHT):
             x[k, 0], x[k, 1], x[k, 2], x[k, 3] = float32(0), float32(0), float32(0), float32(0)
             if k < count:
-                x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(dout, i + k * step)
+                x[k, 0], x[k, 1], x[k, 2], x[k, 3] = load4(rows, i + k * step)
         for k in range(FLIGHT):
             total = add4(total, (x[k, 0], x[k, 1], x[k, 2], x[k, 3]))
         i += FLIGHT * step
@@ -174,7 +174,7 @@ def dwpe_kernel4(dwpe, dout):
     B, T, C = dout.shape
     i = 4 * cuda.grid(1)
     if i < T * C:
-        store4(dwpe, i, *add4(load4(dwpe, i), sum_of_sequences(dout, i, T * C, B)))
+        store4(dwpe, i, *add4(load4(dwpe, i), sum_of_rows(dout, i, T * C, B)))
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -315,7 +315,7 @@ def sort_and_dwpe_kernel(order, runs, dwpe, dout, tokens, b, sequences, passes):
     else:
         i = 4 * (cuda.grid(1) - cuda.blockDim.x)
         if i < T * C:
-            total = sum_of_sequences(dout, b * T * C + i, T * C, sequences)
+            total = sum_of_rows(dout, b * T * C + i, T * C, sequences)
             store4(dwpe, i, *add4(load4(dwpe, i), total))
 
 
@@ -386,8 +386,9 @@ def long_runs_kernel(dwte, partials, runs, order, windows):
         if c < C:
             if warp == 0:
                 total = load4(partials, (windows + window) * C + c)
-            for other in range(window + 1 + warp, end, LONG_RUN_WARPS):
-                total = add4(total, load4(partials, other * C + c))
+            own = window + 1 + warp
+            count = (end - own + LONG_RUN_WARPS - 1) // LONG_RUN_WARPS
+            total = add4(total, sum_of_rows(partials, own * C + c, LONG_RUN_WARPS * C, count))
         store4(sums, LONG_RUN_CHANNELS * warp + 4 * lane, *total)
         cuda.syncthreads()
         if warp == 0 and c < C:
@@ -547,7 +548,7 @@ def windows_and_dwpe_kernel(dwte, dwpe, partials, runs, dout, order, b, sequence
     if cuda.blockIdx.x < summing:
         i = 4 * cuda.grid(1)
         if i < T * C:
-            total = sum_of_sequences(dout, b * T * C + i, T * C, sequences)
+            total = sum_of_rows(dout, b * T * C + i, T * C, sequences)
             store4(dwpe, i, *add4(load4(dwpe, i), total))
     else:
         window, windows = cuda.blockIdx.x - summing, cuda.gridDim.x - summing
