@@ -133,7 +133,7 @@ def measure_steps(prefix: str, results: dict, steps: int = 40) -> None:
                 ]
             model.close()
             save(results)
-    without["commit"] = commit()
+    without["commit"] = results["steps commit"] = commit()
     try:
         import torch
     except ImportError:
@@ -213,7 +213,7 @@ def compare_losses(prefix: str, results: dict, steps: int = 74) -> None:
             ours.append(model.train_step(*batch, 3e-4, step))
         worst = max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
         name = "TF32" if tf32 else "fp32"
-        found[name] = {"ours": ours, "theirs": theirs, "worst": worst}
+        found[name] = {"ours": ours, "theirs": theirs, "worst": worst, "commit": commit()}
         print(f"{name}: the losses of {steps} steps differ by at most {worst:.2e}; the last: {ours[-1]:.4f}, {theirs[-1]:.4f}")
         model.close()
         save(results)
@@ -223,7 +223,7 @@ def compare_losses(prefix: str, results: dict, steps: int = 74) -> None:
 
 
 def measure_trainer(prefix: str, results: dict) -> None:
-    found = results["trainer"] = {"batches": [], "starts": {}}
+    found = results["trainer"] = {"batches": [], "starts": {}, "commit": commit()}
     for batch, recompute in [(1, False), (4, False), (4, True), (8, False), (16, False), (32, False), (64, False), (64, True)]:
         found["batches"].append(row := _measure_batch(prefix, batch, recompute))
         print(row, flush=True)

@@ -427,9 +427,9 @@ def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_alig
         A, B, SLICES, UNROLL, PARTS, STORES = WM // 4, WN // 8, BK, 8, 8, SUMS // 16
         read, round_b, multiply, store_part = fp32_core(tile, epilogue, out_aligned)
     EACH = PARTS * UNROLL // SLICES
-    A_PARTS, B_PARTS = (1 if m_major and not TF32 else PARTS for m_major in (a_m_major, b_m_major))
-    copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned, TF32, A_PARTS)
-    copy_b = copy_tile(b_m_major, BN, tile.threads, b_aligned, TF32, B_PARTS)
+    COPY_PARTS = 1 if a_m_major and b_m_major and not TF32 else PARTS  # few copies, of 16 bytes: the first part has them all
+    copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned, TF32, COPY_PARTS)
+    copy_b = copy_tile(b_m_major, BN, tile.threads, b_aligned, TF32, COPY_PARTS)
 
     @cuda.jit(device=True)
     def locate(item, M, N, K, share, longer):
@@ -449,11 +449,10 @@ def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_alig
 
     @cuda.jit(device=True)
     def copy(shared, stage, a, b, where, M, N, K, part):
-        """A part of a step's copies. With fp32 arithmetic few copies bring an M-major operand: the first part has them all."""
+        """A part of a step's copies."""
         row, column, k, end = where
-        if A_PARTS > 1 or part == 0:
+        if COPY_PARTS > 1 or part == 0:
             copy_a(shared, stage, a, row, k, M, K, end, part)
-        if B_PARTS > 1 or part == 0:
             copy_b(shared, int32(stage + A_SIZE), b, column, k, N, K, end, part)
 
     @cuda.jit(device=True)
@@ -595,7 +594,7 @@ def best_splits(
 
 
 # The tiles to choose from, the small one last. A number of columns for which the large tiles leave the last round of blocks half
-# empty often suits the next.
+# empty often suits the next. With fp32 arithmetic the first is for K-major operands, whose copies have 4 bytes: it needs fewer.
 TF32_TILES = (
     Tile(256, 128, stages=4, blocks=1, flops=1.7e12),
     Tile(256, 96, WN=48, stages=4, blocks=1, flops=1.5e12),
@@ -603,6 +602,7 @@ TF32_TILES = (
     Tile(64, 64, 32, 32, blocks=4),
 )  # fmt: skip
 FP32_TILES = (
+    Tile(256, 128, blocks=1, tf32=False, flops=0.41e12),
     Tile(128, 128, tf32=False, flops=0.40e12),
     Tile(96, 128, WM=48, tf32=False, flops=0.36e12),
     Tile(64, 64, 32, 32, blocks=4, tf32=False),
@@ -611,7 +611,8 @@ FP32_TILES = (
 
 def choose(M: int, N: int, K: int, a_m_major: bool, b_m_major: bool, tf32: bool) -> tuple[Tile, int]:
     """The tile, and into how many parts to split K: what takes the least time, of what fits into shared memory."""
-    *tiles, small = TF32_TILES if tf32 else FP32_TILES
+    fp32_tiles = FP32_TILES[1:] if a_m_major or b_m_major else FP32_TILES
+    *tiles, small = TF32_TILES if tf32 else fp32_tiles
     fitting = [tile for tile in tiles if tile.shared(a_m_major, b_m_major) <= shared_limit()]
     if M * N <= 128 * 128 or not fitting:
         return small, 1
