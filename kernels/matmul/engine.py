@@ -594,7 +594,7 @@ def best_splits(
 
 
 # The tiles to choose from, the small one last. A number of columns for which the large tiles leave the last round of blocks half
-# empty often suits the next. With fp32 arithmetic the first is for K-major operands, whose copies have 4 bytes: it needs fewer.
+# empty often suits the next.
 TF32_TILES = (
     Tile(256, 128, stages=4, blocks=1, flops=1.7e12),
     Tile(256, 96, WN=48, stages=4, blocks=1, flops=1.5e12),
@@ -602,7 +602,6 @@ TF32_TILES = (
     Tile(64, 64, 32, 32, blocks=4),
 )  # fmt: skip
 FP32_TILES = (
-    Tile(256, 128, blocks=1, tf32=False, flops=0.41e12),
     Tile(128, 128, tf32=False, flops=0.40e12),
     Tile(96, 128, WM=48, tf32=False, flops=0.36e12),
     Tile(64, 64, 32, 32, blocks=4, tf32=False),
@@ -611,8 +610,7 @@ FP32_TILES = (
 
 def choose(M: int, N: int, K: int, a_m_major: bool, b_m_major: bool, tf32: bool) -> tuple[Tile, int]:
     """The tile, and into how many parts to split K: what takes the least time, of what fits into shared memory."""
-    fp32_tiles = FP32_TILES[1:] if a_m_major or b_m_major else FP32_TILES
-    *tiles, small = TF32_TILES if tf32 else fp32_tiles
+    *tiles, small = TF32_TILES if tf32 else FP32_TILES
     fitting = [tile for tile in tiles if tile.shared(a_m_major, b_m_major) <= shared_limit()]
     if M * N <= 128 * 128 or not fitting:
         return small, 1
