@@ -4,9 +4,13 @@
 This module comes first: it sets numba's cache folder before anything imports numba.
 """
 
+import contextlib
 import hashlib
 import os
+import shutil
 import tempfile
+import time
+from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -14,8 +18,9 @@ HERE = Path(__file__).parent
 
 def _cache_folder() -> Path:
     """Numba's cache looks at a kernel's own file only. What kernels share, in this folder or in a layer's, is hashed into
-    the folder's name, so that an edit of it compiles everything anew."""
-    shared = hashlib.sha256()
+    the folder's name, so that an edit of it compiles everything anew; cpu_reference's code too, which lies there as well.
+    Folders that nobody has used for a month are removed."""
+    shared = hashlib.sha256(version("numba-cuda").encode())
     of_layers = [file for file in HERE.glob("*/*.py") if file.stem not in ("__init__", "forward", "backward", "run")]
     for file in [HERE / "device.py", HERE / "intrinsics.py", HERE / "reduce.py", HERE / "tma.py", *sorted(of_layers)]:
         shared.update(file.read_bytes())
@@ -24,10 +29,16 @@ def _cache_folder() -> Path:
         folder = parent / "llm.numba" / shared.hexdigest()[:12]
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            os.utime(folder)
             with tempfile.TemporaryFile(dir=folder):
-                return folder
+                pass
         except OSError:
             continue
+        for other in folder.parent.iterdir():
+            with contextlib.suppress(OSError):  # another process may have removed it
+                if time.time() - other.stat().st_mtime > 30 * 24 * 3600:
+                    shutil.rmtree(other, ignore_errors=True)
+        return folder
     raise SystemExit("error: no folder for compiled kernels can be written: set XDG_CACHE_HOME to one that can")
 
 

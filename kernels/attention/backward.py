@@ -23,9 +23,10 @@ import numpy as np
 import cpu_reference
 from kernels.attention import tiles_fp32 as fp32
 from kernels.attention import wgmma as hopper
-from kernels.attention.forward import LARGE, LOG2E, ODD, sizes_of, split_qkv
+from kernels.attention.forward import LARGE, ODD, sizes_of, split_qkv
 from kernels.attention.matmul import TILE, batched_matmul, join_heads, split_heads
 from kernels.attention.tiles import (
+    LOG2E,
     THREADS,
     add_columns_product,
     add_rows_product,

@@ -23,6 +23,7 @@ from kernels.attention import tiles_fp32 as fp32
 from kernels.attention import wgmma as hopper
 from kernels.attention.matmul import TILE, batched_matmul, join_heads, split_heads
 from kernels.attention.tiles import (
+    LOG2E,
     MASKED,
     THREADS,
     add_columns_product,
@@ -80,7 +81,7 @@ attention_forward = Op(
     large=LARGE,
 )
 
-LOG2E, LN2 = math.log2(math.e), float32(math.log(2))
+LN2 = float32(math.log(2))
 
 
 # Version 1 ------------------------------------------------------------------------------------------------------------

@@ -11,11 +11,14 @@ number it so that a lane reads 16 neighbouring bytes of a tile, and that an accu
 where it is: no shuffles. See doc/attention.md for the drawing.
 """
 
+import math
+
 import numpy as np
 
 from kernels.device import FULL_MASK, cuda, float32, int32, load4, mma_tf32, need, store4
 from kernels.intrinsics import TF32, cp_async16_zfill, ptx
 
+LOG2E = math.log2(math.e)
 MASKED = float32(-1e30)  # a score that must not count: finite, so that nothing becomes inf - inf
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 THREADS = 128  # four warps, one beside the other on the tile's rows

@@ -12,7 +12,8 @@ import numpy as np
 
 import cpu_reference
 from kernels.device import ceil_div, cuda, exp2_approx, float32, load4, rcp_approx, store4
-from kernels.gelu.forward import CUBIC, LINEAR, SQRT_2_OVER_PI, gelu_forward
+from kernels.gelu.forward import gelu_forward
+from kernels.gelu.gate import CUBIC, LINEAR, SQRT_2_OVER_PI
 from kernels.op import Op
 
 gelu_backward = Op(

@@ -11,7 +11,8 @@ import math
 import numpy as np
 
 import cpu_reference
-from kernels.device import ceil_div, cuda, exp2_approx, float32, load4, rcp_approx, store4
+from kernels.device import ceil_div, cuda, float32, load4, store4
+from kernels.gelu.gate import SQRT_2_OVER_PI, gelu_gate
 from kernels.op import Op
 
 gelu_forward = Op(
@@ -25,9 +26,6 @@ gelu_forward = Op(
     trainer_shapes=[{"N": 4 * 1024 * 3072}],
     large=[{"N": 1 << 28}],
 )
-
-SQRT_2_OVER_PI = float32(math.sqrt(2 / math.pi))  # float32 here, or the whole kernel computes in float64
-
 
 # No fastmath: it would make math.tanh the instruction tanh.approx, whose relative error of 2^-11 is 50 times too large.
 @cuda.jit(device=True, cache=True)
@@ -63,19 +61,6 @@ def gelu_forward_kernel2(out, inp):
 def gelu_forward2(out, inp, *, block_size=256, stream=0):
     """out, inp: float32 (N,) on the device, 16-byte aligned."""
     gelu_forward_kernel2[ceil_div(inp.size, 4 * block_size), block_size, stream](out, inp)
-
-
-# 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u)), and exp(-2u) = 2^(-2u log2(e)): with u = sqrt(2/pi) (x + 0.044715 x^3) the power
-# is x (LINEAR + CUBIC x^2).
-LINEAR = float32(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
-CUBIC = float32(-2 * math.sqrt(2 / math.pi) * math.log2(math.e) * 0.044715)
-
-
-@cuda.jit(device=True, cache=True, fastmath=True)
-def gelu_gate(x):
-    """0.5 (1 + tanh(u)), relative error below 1.2e-6 for |x| < 4, 1.2e-5 for |x| < 10: an error of the power, which has
-    24 bits and is up to 126, is one of the result."""
-    return rcp_approx(float32(1) + exp2_approx(x * (LINEAR + CUBIC * x * x)))
 
 
 @cuda.jit(device=True, cache=True, fastmath=True)

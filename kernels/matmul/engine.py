@@ -26,7 +26,6 @@ from kernels.device import (
     cp_async_commit,
     cp_async_wait,
     cuda,
-    exp2_approx,
     float32,
     int32,
     int64,
@@ -36,12 +35,12 @@ from kernels.device import (
     load4,
     mma_tf32,
     multiprocessors,
-    rcp_approx,
     scratch,
     shared_limit,
     store2,
     store4,
 )  # fmt: skip
+from kernels.gelu.gate import gelu_gate
 from kernels.intrinsics import ptx
 
 STORE, BIAS, BIAS_GELU, BIAS_RESIDUAL, SLOPE, ADD = range(6)  # what becomes of a tile of a @ b
@@ -101,7 +100,6 @@ class Tile:
 
 BK = 32  # floats: a row of a K-major tile is 128 bytes, all banks once
 ROOT = math.sqrt(2 / math.pi)  # of GELU
-GATE = -2 * ROOT * math.log2(math.e)
 PAD = 8  # floats between the rows of an M-major tile: lanes t = 0..3 read rows t, and must not meet in a bank
 PAD_FP32 = 4  # with fp32 arithmetic it is the copies of 8 steps of 4 rows that must not
 
@@ -174,13 +172,6 @@ def copy_tile(m_major: bool, rows: int, threads: int, aligned: bool, tf32: bool,
                 copy_pass(shared, at, source, first, k, count, K, end, i)
 
     return copy_part
-
-
-@cuda.jit(device=True, cache=True)
-def gelu_gate(x):
-    """0.5 * (1 + tanh(u)) is the logistic function of 2 u, with u = sqrt(2/pi) * (x + 0.044715 x^3). The exponential is taken as
-    a power of two: seven instructions, where exp has to cut its argument into two parts first."""
-    return rcp_approx(float32(1) + exp2_approx(x * (float32(GATE) + float32(GATE * 0.044715) * x * x)))
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from kernels.device import (
     store4,
     uint64,
 )
+from kernels.gelu.gate import gelu_gate
 from kernels.matmul.engine import (
     BIAS_GELU,
     BK,
@@ -43,7 +44,6 @@ from kernels.matmul.engine import (
     best_splits,
     epilogue_of,
     finished_of,
-    gelu_gate,
     is_aligned,
 )
 from kernels.matmul.wgmma import make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait

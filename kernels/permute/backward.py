@@ -10,18 +10,8 @@ import numpy as np
 import cpu_reference
 from kernels.device import ceil_div, cuda, float32, load4_streaming, store4
 from kernels.op import Op
-from kernels.permute.forward import (
-    PERMUTE_SHAPES,
-    ROUNDS,
-    TILE,
-    TILE_ROW,
-    TILE_THREADS,
-    permute_forward,
-    shape_of_heads,
-    threads_and_grid,
-    tile_grid,
-    unpermute_forward,
-)
+from kernels.permute.forward import PERMUTE_SHAPES, permute_forward, unpermute_forward
+from kernels.permute.tiles import ROUNDS, TILE, TILE_ROW, TILE_THREADS, shape_of_heads, threads_and_grid, tile_grid
 
 permute_backward = Op(
     reference=cpu_reference.permute_backward,

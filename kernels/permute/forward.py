@@ -11,8 +11,9 @@ detour through shared memory that a transposed matrix needs is none that these o
 import numpy as np
 
 import cpu_reference
-from kernels.device import ceil_div, cuda, float32, load4_streaming, need, store4
+from kernels.device import ceil_div, cuda, float32, load4_streaming, store4
 from kernels.op import Op
+from kernels.permute.tiles import ROUNDS, TILE, TILE_ROW, TILE_THREADS, shape_of_heads, threads_and_grid, tile_grid
 
 PERMUTE_SHAPES = {
     "shape": {"B": 8, "T": 1024, "NH": 12, "hs": 64},
@@ -56,17 +57,6 @@ def permute_forward1(q, k, v, qkv, *, block_size=256, stream=0):
     permute_forward_kernel1[ceil_div(q.size, block_size), block_size, stream](q, k, v, qkv)
 
 
-TILE = 32  # positions and channels a block of version 2
-TILE_ROW = TILE + 1  # a column of this many floats a row lies in 32 different banks
-TILE_THREADS = TILE, 8
-
-
-def tile_grid(B, T, NH, hs):
-    """Blocks for the tiles of positions and channels, the heads and the sequences."""
-    need(B * NH < 65536, f"needs B*NH below 65536, got {B * NH}")
-    return ceil_div(T, TILE), ceil_div(hs, TILE), B * NH
-
-
 @cuda.jit(cache=True)
 def permute_forward_kernel2(q, k, v, qkv):
     B, NH, T, hs = q.shape
@@ -91,21 +81,6 @@ def permute_forward_kernel2(q, k, v, qkv):
 def permute_forward2(q, k, v, qkv, *, stream=0):
     """q, k, v: float32 (B, NH, T, hs); qkv: (B, T, 3*NH*hs), on the device."""
     permute_forward_kernel2[tile_grid(*shape_of_heads(q)), TILE_THREADS, stream](q, k, v, qkv)
-
-
-def shape_of_heads(heads):
-    """B, T, NH, hs of an array (B, NH, T, hs)."""
-    B, NH, T, hs = heads.shape
-    return B, T, NH, hs
-
-
-def threads_and_grid(B, T, NH, hs, block_size, rounds):
-    """Threads: a head's channels, four a thread, by positions. Blocks: `rounds` times so many positions, heads, sequences."""
-    need(hs % 4 == 0, f"needs hs a multiple of 4, got {hs}")
-    need(hs <= 4 * block_size, f"needs hs at most {4 * block_size}, got {hs}")
-    need(B < 65536 and NH < 65536, f"needs B and NH below 65536, got {B} and {NH}")
-    threads = hs // 4, block_size // (hs // 4)
-    return (ceil_div(T, rounds * threads[1]), NH, B), threads
 
 
 @cuda.jit(cache=True)
@@ -167,9 +142,6 @@ def unpermute_forward_kernel2(out, inp):
 def unpermute_forward2(out, inp, *, stream=0):
     """out: float32 (B, T, NH*hs); inp: (B, NH, T, hs), on the device."""
     unpermute_forward_kernel2[tile_grid(*shape_of_heads(inp)), TILE_THREADS, stream](out, inp)
-
-
-ROUNDS = 4  # positions a thread in version 3
 
 
 @cuda.jit(cache=True)
