@@ -292,6 +292,8 @@ def _run_trainer(flags: list[str], environment: dict[str, str]) -> tuple[float, 
             lines.append(line)
             if line.startswith("step") and not seconds:
                 seconds = time.perf_counter() - began
+    if process.returncode:
+        raise DataError(f"{' '.join(command)} ended with {process.returncode}: nothing of it is kept")
     return seconds, lines
 
 

@@ -1,7 +1,7 @@
-"""The one module that names numba.cuda: kernels take `cuda`, its types and our intrinsics from here.
+"""What kernels are written with: they take `cuda`, its types and our intrinsics from here, and never from numba.
 
 On a GPU `cuda` is numba.cuda. Without one it is kernels.simulator, which runs the same kernels in plain Python, threads,
-warps and all. Its successor (numba-cuda-mlir) would be one changed import.
+warps and all. (What compiles, records launches or makes an intrinsic knows numba's inside, and names it itself.)
 """
 
 import math
@@ -96,13 +96,13 @@ def scratch_of(queue: str) -> Iterator[None]:
         _queue = before
 
 
-def scratch(name: str, shape, dtype=np.float32):
+def scratch(name: str, shape, dtype=np.float32, zeroed: bool = False):
     """A device array that outlives the call, so that a captured graph finds it where it was. One for each name and shape;
-    what is in it is whatever the last user of that name left."""
+    what is in it is whatever the last user of that name left, at first zeros if `zeroed`."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     key = (_queue, name, shape, np.dtype(dtype))
     if key not in _scratch:
-        _scratch[key] = allocate(shape, dtype, f"the scratch of {name}")
+        _scratch[key] = to_device(np.zeros(shape, dtype)) if zeroed else allocate(shape, dtype, f"the scratch of {name}")
     return _scratch[key]
 
 
@@ -113,7 +113,8 @@ def free_scratch() -> None:
 
 def big_shared(kernel, grid, block, stream, nbytes: int):
     """`kernel[grid, block, stream, nbytes]`, where nbytes of dynamic shared memory may pass the 48 KB that a block gets
-    unasked (CUDA C++ Programming Guide, Shared Memory 9.0)."""
+    unasked (CUDA C++ Programming Guide, Shared Memory 9.0). ShapeError where the card has not so many."""
+    need(nbytes <= shared_limit(), f"needs {nbytes} bytes of shared memory a block, and this card gives {shared_limit()}")
     config = kernel[grid, block, stream, nbytes]
     if TARGET == "gpu" and nbytes > 48 * 1024 and not config.pre_launch_callbacks:
         config.pre_launch_callbacks.append(_raise_shared_limit)

@@ -144,6 +144,10 @@ class Picked:
         self.picks, self.stream, self.tf32, self.watch = picks, stream, tf32, watch  # watch hears of each op's first call
         load_all()
 
+    def called(self) -> set[str]:
+        """The ops that have been called."""
+        return vars(self).keys() & OPS.keys()
+
     def ladder(self, name: str) -> list[Version]:
         """The versions of an op in the order in which they are tried."""
         op = OPS[name]

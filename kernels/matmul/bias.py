@@ -29,7 +29,6 @@ from kernels.device import (
     need,
     scratch,
     store4,
-    to_device,
 )
 from kernels.op import Op
 from kernels.reduce import block_sum
@@ -63,7 +62,7 @@ def matmul_backward_bias_kernel1(dbias, dout):
 
 @matmul_backward_bias.version(1, "a thread a column")
 def matmul_backward_bias1(dbias, dout, *, block_size=128, stream=0):
-    """dbias: float32 (OC,), added to; dout: float32 (N, OC)."""
+    """dbias: float32 (OC,), added to; dout: float32 (N, OC). So in every version."""
     blocks = ceil_div(dbias.size, block_size)
     matmul_backward_bias_kernel1[blocks, block_size, stream](dbias, dout)
 
@@ -273,12 +272,6 @@ def make_matmul_backward_bias_kernel7(OC):
     return matmul_backward_bias_kernel7
 
 
-@functools.cache
-def zeros(count: int):
-    """Counters that start at 0; the kernel above leaves them so."""
-    return to_device(np.zeros(count, np.uint32))
-
-
 @matmul_backward_bias.version(7, "one kernel: the last block of a strip adds up")
 def matmul_backward_bias7(dbias, dout, *, stream=0):
     """Rows that are no multiple of 16 bytes go the way of version 5."""
@@ -288,8 +281,9 @@ def matmul_backward_bias7(dbias, dout, *, stream=0):
         return
     strips, chunks, rows = split6(N, OC)
     partials = scratch("matmul_backward_bias7", (chunks, OC))
+    finished = scratch("matmul_backward_bias7 finished", strips, np.uint32, zeroed=True)  # and so the kernel leaves it
     kernel = make_matmul_backward_bias_kernel7(OC)
-    kernel[(strips, chunks), WARP * WARPS6, stream](dbias, partials, zeros(strips), dout, rows)
+    kernel[(strips, chunks), WARP * WARPS6, stream](dbias, partials, finished, dout, rows)
 
 
 WARPS8 = 16
