@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.choices import Choices
-from kernels.device import TARGET, ShapeError, cuda, scratch
+from kernels.device import TARGET, ShapeError, address, cuda, scratch
 from kernels.target import CACHE_FOLDER
 
 WORKSPACE_BYTES = 64 << 20
@@ -60,10 +60,6 @@ class Matrix:
     @property
     def form(self) -> tuple:
         return self.rows, self.columns, self.ld, self.count, self.stride
-
-
-def address(array) -> int:
-    return array.__cuda_array_interface__["data"][0]
 
 
 @functools.cache

@@ -25,9 +25,10 @@ else:
 from kernels.intrinsics import *  # noqa: E402, F403  (after cuda is known)
 
 __all__ = [
-    "FULL_MASK", "SIMULATE", "TARGET", "WARP", "OutOfMemory", "ShapeError", "allocate", "big_shared", "card_name", "ceil_div",
-    "compute_capability", "cuda", "float32", "float64", "int32", "int64", "keep_compiled", "multiprocessors",
-    "need", "scratch", "scratch_of", "shared_limit", "synchronize", "to_device", "to_host", "uint32", "uint64", "zero",
+    "FULL_MASK", "SIMULATE", "TARGET", "WARP", "OutOfMemory", "ShapeError", "address", "allocate", "big_shared",
+    "card_name", "ceil_div", "compute_capability", "cuda", "float32", "float64", "int32", "int64", "keep_compiled",
+    "multiprocessors", "need", "scratch", "scratch_of", "shared_limit", "synchronize", "to_device", "to_host",
+    "uint32", "uint64", "zero",
 ]  # fmt: skip
 
 WARP = 32
@@ -51,6 +52,11 @@ def ceil_div(a: int, b: int) -> int:
 def to_device(array: np.ndarray):
     """A copy of a host array that kernels can be given."""
     return cuda.to_device(np.ascontiguousarray(array)) if TARGET == "gpu" else np.array(array, order="C")
+
+
+def address(array) -> int:
+    """Where a device array begins."""
+    return array.__cuda_array_interface__["data"][0] if TARGET == "gpu" else array.ctypes.data
 
 
 def to_host(array) -> np.ndarray:

@@ -30,10 +30,6 @@ ROW = 32  # float32 of a row of a tile
 # Tensor maps, on the host ---------------------------------------------------------------------------------------------
 
 
-def address(array) -> int:
-    return array.ctypes.data if hasattr(array, "ctypes") else array.__cuda_array_interface__["data"][0]
-
-
 @functools.cache
 def tensor_maps(*maps: tuple):
     """A device array with one map after the other, each told by (address, sizes, strides, box, rounded): of a float32 tensor, the

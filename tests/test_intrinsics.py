@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kernels.device import (
-    FULL_MASK, SIMULATE, TARGET, atomic_add4, bar_sync, compute_capability, cp_async4, cp_async4_zfill, cp_async16,
+    FULL_MASK, SIMULATE, TARGET, address, atomic_add4, bar_sync, compute_capability, cp_async4, cp_async4_zfill, cp_async16,
     cp_async16_zfill, cp_async_commit, cp_async_wait, cuda, exp2_approx, float32, globaltimer, int32, ldmatrix_x2,
     ldmatrix_x4, load2, load4, load4_readonly, load4_streaming, log2_approx, mma_tf32, rcp_approx, rsqrt_approx,
     shfl_down_width, shfl_up_width, shfl_width, shfl_xor_width, store2, store4, store4_streaming, tanh_approx, to_device,
@@ -24,7 +24,7 @@ from kernels.device import (
 )  # fmt: skip
 from kernels.matmul.wgmma import fence_async
 from kernels.tma import (
-    WORDS, address, cluster_rank, cluster_sync, copy_tile2, copy_tile3, fence_mbarrier_init, in_clusters, mbarrier_arrive,
+    WORDS, cluster_rank, cluster_sync, copy_tile2, copy_tile3, fence_mbarrier_init, in_clusters, mbarrier_arrive,
     mbarrier_expect, mbarrier_init, mbarrier_wait, tensor_maps,
 )  # fmt: skip
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.device import (
+    address,
     big_shared,
     ceil_div,
     cp_async4_zfill,
@@ -612,8 +613,7 @@ def choose(M: int, N: int, K: int, a_m_major: bool, b_m_major: bool, tf32: bool)
 
 def is_aligned(*arrays) -> bool:
     """Whether each starts at a multiple of 16 bytes and, if it has rows, each of these does."""
-    starts = (a.ctypes.data if hasattr(a, "ctypes") else a.__cuda_array_interface__["data"][0] for a in arrays)
-    return all(start % 16 == 0 for start in starts) and all(a.shape[-1] % 4 == 0 for a in arrays)
+    return all(address(a) % 16 == 0 and a.shape[-1] % 4 == 0 for a in arrays)
 
 
 def multiply(

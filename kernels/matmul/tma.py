@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from kernels.device import (
     SIMULATE,
+    address,
     big_shared,
     ceil_div,
     cuda,
@@ -49,7 +50,6 @@ from kernels.matmul.engine import (
 from kernels.matmul.wgmma import make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait
 from kernels.tma import (
     WORDS,
-    address,
     cluster_rank,
     cluster_sync,
     copy_tile2,
