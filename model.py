@@ -6,8 +6,9 @@ order; tensors are views of it, made once. N stands for B*T rows; L, NH, C, V, V
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -75,9 +76,9 @@ def activation_shapes(config: GPT2Config, B: int, T: int, recompute: bool) -> di
     }
 
 
-def gradient_shapes(config: GPT2Config, B: int, T: int) -> dict[str, tuple[int, ...]]:
+def gradient_shapes(config: GPT2Config, N: int) -> dict[str, tuple[int, ...]]:
     """The backward pass holds one gradient of each kind, whatever the number of layers."""
-    C, N = config.channels, B * T
+    C = config.channels
     return {"residual": (N, C), "norm": (N, C), "hidden": (N, 4 * C), "qkv": (N, 3 * C)}
 
 
@@ -113,6 +114,16 @@ class Tensors:
                 runs.append([start, end])
         return [self.buffer[start:end] for start, end in runs]
 
+    def layer_by_layer(self) -> Iterator[tuple[str, object]]:
+        """Every tensor after its name: in the table's order, but all that one layer has before what the next has."""
+        for once, names in groupby(self.shapes, ONCE.__contains__):
+            names = list(names)
+            if once:
+                yield from ((name, getattr(self, name)) for name in names)
+            else:
+                layers = range(len(getattr(self, names[0])))
+                yield from ((f"{name} of layer {l}", getattr(self, name)[l]) for l in layers for name in names)
+
 
 class GPT2:
     """The model. `report` is told what is allocated, as llm.c prints it; nothing is allocated before it is needed."""
@@ -134,9 +145,9 @@ class GPT2:
             self._allocate(config.num_parameters, "model parameters"), parameter_shapes(config), config.num_layers
         )
         self.backend.upload(self.params.buffer, parameters)
-        self.grads = self.moments = self.gradients = None
+        self.grads = self.moments = self.acts = None
         self._activations: dict[tuple[int, int], Tensors] = {}
-        self._buffer = None
+        self._buffer = self._gradient_buffer = None
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, device: str = "cpu", **options) -> "GPT2":
@@ -169,18 +180,18 @@ class GPT2:
         return self.backend.empty(size, dtype, what)
 
     def _prepare(self, B: int, T: int) -> Tensors:
-        """The activations for this batch shape: views of one buffer, which is as large as the first shape needs."""
+        """The activations for this batch shape: views of one buffer, which is as large as the largest so far needs."""
         if (B, T) in self._activations:
             return self._activations[B, T]
         shapes = activation_shapes(self.config, B, T, self.recompute)
-        size = padded_size(shapes)
-        if self._buffer is None or self._buffer.size < size:
-            self.backend.forget()
+        if self._buffer is None or self._most_rows < B * T:
             self._activations.clear()
-            self.gradients = self._buffer = None
-            self._buffer = self._allocate(size, "activations")
+            self.acts = self._buffer = self._gradient_buffer = None  # old and new would not fit side by side
+            self.backend.forget()
+            self._buffer = self._allocate(padded_size(shapes), "activations")
+            self._most_rows = B * T
         acts = Tensors(self._buffer, shapes, self.config.num_layers, ALIGNMENT)
-        acts.B, acts.T = B, T
+        acts.B, acts.T, acts.gradients = B, T, None
         acts.inputs, acts.targets = (self.backend.staged((B, T), np.int32) for _ in range(2))
         acts.losses = self.backend.staged(B * T, np.float32)
         acts.encoded3 = acts.encoded.reshape((B, T, self.config.channels))
@@ -199,15 +210,15 @@ class GPT2:
                 self._allocate(c.num_parameters, "parameter gradients"), parameter_shapes(c), c.num_layers
             )
             self.to_zero = self.grads.adjoining(ADDED_TO)
-        if self.gradients is None or self.gradients.shape != shape:
-            shapes = gradient_shapes(c, *shape)
-            self.gradients = Tensors(
-                self._allocate(padded_size(shapes), "activation gradients"), shapes, alignment=ALIGNMENT
-            )
-            self.gradients.shape = shape
-            self.gradients.residual3 = self.gradients.residual.reshape((*shape, c.channels))
-            self.gradients.norm3 = self.gradients.norm.reshape((*shape, c.channels))
-            self.gradients.qkv3 = self.gradients.qkv.reshape((*shape, 3 * c.channels))
+        if self._gradient_buffer is None:  # for all batches that the activations' buffer is large enough for
+            size = padded_size(gradient_shapes(c, self._most_rows))
+            self._gradient_buffer = self._allocate(size, "activation gradients")
+        if acts.gradients is None:
+            shapes = gradient_shapes(c, acts.B * acts.T)
+            acts.gradients = d = Tensors(self._gradient_buffer, shapes, alignment=ALIGNMENT)
+            d.residual3 = d.residual.reshape((*shape, c.channels))
+            d.norm3 = d.norm.reshape((*shape, c.channels))
+            d.qkv3 = d.qkv.reshape((*shape, 3 * c.channels))
 
     def _prepare_update(self) -> None:
         if self.moments is None:
@@ -260,7 +271,7 @@ class GPT2:
             self.backend.pull(acts.losses)
 
     def _backward(self, acts: Tensors) -> None:
-        c, p, ops, d, g = self.config, self.params, self.ops, self.gradients, self.grads
+        c, p, ops, d, g = self.config, self.params, self.ops, acts.gradients, self.grads
         for tensors in [*self.to_zero, d.residual]:
             self.backend.zero(tensors)
         aside, join = self.backend.aside, self.backend.join  # no layer waits for the weights' gradients
@@ -385,19 +396,19 @@ class GPT2:
 
     def close(self) -> None:
         """Gives the memory back: of the model nothing is left to use."""
-        self.backend.forget()
+        backend = self.backend
         self.__dict__.clear()
+        backend.forget()
 
     def first_nonfinite(self) -> str:
-        """Which tensor of the last step, in the order of computation, is the first to hold a NaN or an infinity."""
-        places = [("activation", self.acts)] + ([("gradient of parameter", self.grads)] if self.grads else [])
-        for kind, tensors in places:
-            for name in tensors.shapes:
-                value = getattr(tensors, name)
-                for l, tensor in enumerate(value if isinstance(value, list) else [value]):
-                    if not np.isfinite(self.backend.download(tensor)).all():
-                        return f"{kind} {name}" + (f" of layer {l}" if isinstance(value, list) else "")
-        return "no tensor that is kept"
+        """Which tensor of the last step, in the order of computation, is the first to hold a NaN or an infinity: of the
+        activations, then of the parameters' gradients, from the last parameter's to the first's."""
+        named = [(f"activation {name}", tensor) for name, tensor in self.acts.layer_by_layer()]
+        if self.grads:
+            gradients = reversed(list(self.grads.layer_by_layer()))
+            named += [(f"gradient of parameter {name}", tensor) for name, tensor in gradients]
+        finite = ((name, np.isfinite(self.backend.download(tensor)).all()) for name, tensor in named)
+        return next((name for name, is_finite in finite if not is_finite), "no tensor that is kept")
 
     def _batch(self, inputs: np.ndarray, targets: np.ndarray | None) -> Tensors:
         B, T = inputs.shape

@@ -145,7 +145,8 @@ class CudaBackend:
             self.progress.update(self.task, description=op, advance=1)
 
     def forget(self) -> None:
-        """Before memory that graphs point to is given back."""
+        """Once memory that graphs point to has no owner any more: no graph is left, and all of it is free."""
         self.graphs.clear()
         self.warm.clear()
         free_scratch()
+        cuda.current_context().memory_manager.deallocations.clear()  # numba lets a fifth of the card's memory wait

@@ -6,13 +6,14 @@ LLM_NUMBA_FIXTURES, or shared/fixtures beside the repository, holds gpt2_tiny.*,
 
 import json
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data.checkpoint import parameter_shapes, read_checkpoint, read_debug_state
-from model import GPT2, Tensors
+from model import GPT2, CpuBackend, Tensors
 
 HERE = Path(__file__).parent
 FIXTURES = Path(os.environ.get("LLM_NUMBA_FIXTURES") or HERE.parent.parent / "shared" / "fixtures")
@@ -147,17 +148,89 @@ def test_a_scaled_gradient_moves_the_parameters_as_scaled_losses_would(case):
     np.testing.assert_allclose(half_m, m / 2, rtol=1e-5, atol=1e-12)
 
 
+class Watched(CpuBackend):
+    """The CPU, as careful as a GPU has to be: what was there when a pass was captured must be there when it is replayed.
+    `most` is the most bytes that were alive at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.buffers, self.captured, self.most = [], {}, 0
+
+    def alive(self) -> list:
+        return [buffer for buffer in (ref() for ref in self.buffers) if buffer is not None]
+
+    def empty(self, shape, dtype, what):
+        buffer = super().empty(shape, dtype, what)
+        self.buffers.append(weakref.ref(buffer))
+        self.most = max(self.most, sum(buffer.nbytes for buffer in self.alive()))
+        return buffer
+
+    def run(self, key, work):
+        captured = self.captured.setdefault(key, [weakref.ref(buffer) for buffer in self.alive()])
+        assert all(ref() is not None for ref in captured), f"{key} would be replayed into memory that was given back"
+        work()
+
+    def forget(self):
+        self.captured.clear()
+
+
+def watched(model: GPT2) -> GPT2:
+    if type(model.backend) is CpuBackend:
+        model.backend = Watched()
+    return model
+
+
 def test_batches_of_other_shapes_in_between_change_nothing(case):
-    model = case.model()
-    before = model.forward(case.x, case.y)
-    B, T = case.x.shape
-    assert np.isfinite(model.forward(case.x[:1, : T // 2], case.y[:1, : T // 2]))
-    larger = np.tile(case.x, (3, 1))
-    case.assert_agrees(model.forward(larger, np.tile(case.y, (3, 1))), case.truth.loss, "loss of the batch three times")
-    assert model.forward(case.x, case.y) == before
-    model.backward()
-    ours = by_name(case, model, model.grads.buffer)["qkvw"]
-    case.assert_agrees(ours, by_name(case, model, case.truth.grads)["qkvw"], "the gradient of qkvw")
+    model = watched(case.model())
+
+    def loss_and_gradients(x, y):
+        loss = model.forward(x, y)
+        model.backward()
+        return loss, model.backend.download(model.grads.buffer)
+
+    before, expected = loss_and_gradients(case.x, case.y)
+    T = case.x.shape[1]
+    smaller = case.x[:1, : T // 2], case.y[:1, : T // 2]
+    larger = np.tile(case.x, (3, 1)), np.tile(case.y, (3, 1))
+    for x, y in (smaller, larger):
+        for _ in range(3):  # on a GPU the second pass is captured, the third replayed
+            loss, _ = loss_and_gradients(x, y)
+            assert np.isfinite(loss)
+            after, ours = loss_and_gradients(case.x, case.y)
+            assert after == before
+            np.testing.assert_array_equal(ours, expected)
+    loss, gradients = loss_and_gradients(*larger)
+    case.assert_agrees(loss, case.truth.loss, "loss of the batch three times")
+    case.assert_agrees(gradients, case.truth.grads, "gradients of the batch three times")
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_larger_batch_takes_no_more_memory_than_it_does_alone(name, recompute):
+    case = Case(name, "cpu-recompute" if recompute else "cpu")
+
+    def most_bytes(*batches: int) -> int:
+        model = watched(case.model())
+        for times in batches:
+            model.train_step(np.tile(case.x, (times, 1)), np.tile(case.y, (times, 1)), 1e-3, 1)
+        return model.backend.most
+
+    assert most_bytes(2, 3) == most_bytes(3)
+
+
+def test_after_a_batch_that_is_too_large_a_smaller_one_goes_on(name):
+    case = Case(name, "cpu")
+    model = watched(case.model())
+    before = case.train(model, 1)
+    allocate = model.backend.empty
+
+    def refuse(shape, dtype, what):
+        raise MemoryError(what)
+
+    model.backend.empty = refuse
+    with pytest.raises(MemoryError, match="activations"):
+        model.forward(np.tile(case.x, (2, 1)))
+    model.backend.empty = allocate
+    assert case.train(model, 2) < before
 
 
 def test_the_next_logits_are_the_last_rows(case):
@@ -178,3 +251,43 @@ def test_more_tokens_than_positions_are_refused(case):
     too_long = np.zeros((1, case.config.max_seq_len + 1), np.int32)
     with pytest.raises(ValueError, match=f"max_seq_len, {case.config.max_seq_len}: lower -t"):
         case.model().forward(too_long)
+
+
+@pytest.mark.parametrize(
+    "parameter, row, told",
+    [
+        ("wpe", (0,), "activation encoded"),
+        ("qkvw", (0,), "activation qkv of layer 0"),
+        ("qkvw", (1,), "activation qkv of layer 1"),
+        ("fcprojb", (0,), "activation residual3 of layer 0"),
+        ("lnfb", (), "activation lnf"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cpu", "cpu-recompute"])
+def test_the_first_activation_that_is_no_number_is_named(backend, parameter, row, told):
+    case = Case("gpt2_golden", backend)
+    model = case.model()
+    by_name(case, model, model.params.buffer)[parameter][row] = np.inf
+    with np.errstate(invalid="ignore"):
+        case.train(model, 1)
+    assert model.first_nonfinite() == told
+
+
+def test_the_first_gradient_that_is_no_number_is_named():
+    case = Case("gpt2_golden", "cpu")
+    model = case.model()
+    case.train(model, 1)
+    assert model.first_nonfinite() == "no tensor that is kept"
+    g = model.grads
+    last_to_first = [
+        (g.wte, "wte"),  # whole only when the encoder has added to it, last of all
+        (g.ln1w[0], "ln1w of layer 0"),
+        (g.qkvw[0], "qkvw of layer 0"),
+        (g.qkvb[0], "qkvb of layer 0"),
+        (g.ln1w[1], "ln1w of layer 1"),
+        (g.fcprojb[1], "fcprojb of layer 1"),
+        (g.lnfw, "lnfw"),
+    ]
+    for gradient, told in last_to_first:
+        gradient.fill(np.nan)
+        assert model.first_nonfinite() == f"gradient of parameter {told}"
