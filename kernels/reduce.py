@@ -1,12 +1,19 @@
 """Sums and maxima over a warp or a block, shared by the kernels of every layer.
 
 Every thread of the warp (or block) must make the call, and every one gets the result. The order of the additions is
-fixed, so results are the same bits from run to run. Blocks are a multiple of 32 threads, in one dimension.
+fixed, so results are the same bits from run to run. Blocks are a multiple of 32 threads, in one dimension: a launcher
+asks whole_warps.
 """
 
 import math
 
-from kernels.device import FULL_MASK, WARP, cuda, exp2_approx, float32
+from kernels.device import FULL_MASK, WARP, cuda, exp2_approx, float32, need
+
+
+def whole_warps(block_size: int) -> int:
+    """The warps of a block."""
+    need(block_size % WARP == 0, f"needs a block size that is a multiple of {WARP}, got {block_size}")
+    return block_size // WARP
 
 
 @cuda.jit(device=True, cache=True)
@@ -51,6 +58,21 @@ def moments(pivot, total, squares, count):
     """The mean and the variance of `count` numbers x, from the sums of (x - pivot) and of (x - pivot)**2."""
     shift = total / float32(count)
     return pivot + shift, max(squares / float32(count) - shift * shift, float32(0))
+
+
+@cuda.jit(device=True, cache=True)
+def tree_sum(shared, x):
+    """The sum of x over the block's threads, a power of two: half of them add the other half's, again and again."""
+    thread = cuda.threadIdx.x
+    shared[thread] = x
+    cuda.syncthreads()
+    half = cuda.blockDim.x // 2
+    while half > 0:
+        if thread < half:
+            shared[thread] += shared[thread + half]
+        cuda.syncthreads()
+        half //= 2
+    return shared[0]
 
 
 @cuda.jit(device=True, cache=True)

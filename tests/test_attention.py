@@ -1,5 +1,7 @@
 """Attention where the registry's shapes do not look: scores far apart, rows that see one key, head sizes, many tiles."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -103,11 +105,35 @@ def test_the_first_query_sees_one_key_on_the_gpu(version):
     free_scratch()
 
 
+def refusal(version, **shape) -> str:
+    with pytest.raises(ShapeError) as refused:
+        run(version, version.op.make_arguments(np.random.default_rng(5), **shape))
+    return str(refused.value)
+
+
 @each_version
-def test_other_head_sizes_are_refused_in_a_sentence(version):
+def test_a_head_size_that_no_tile_has_is_left_to_the_versions_before_the_tiles(version):
     skip_where_it_cannot_run(version)
-    arguments = version.op.make_arguments(np.random.default_rng(5), B=1, T=2, NH=2, hs=24)
-    with pytest.raises(ShapeError, match="needs a head size among .*128.*, got 48 channels in 2 heads"):
+    if version.number > 4:
+        told = "needs a head size among .*128.*, got 48 channels in 2 heads"
+        assert re.fullmatch(told, refusal(version, B=1, T=2, NH=2, hs=24))
+    elif TARGET != "compile":
+        errors = check(version, Problem.of(version.op, {"B": 1, "T": 3, "NH": 2, "hs": 40}, seed=5))
+        assert is_right(version, errors), errors
+
+
+def test_heads_too_large_for_registers_or_shared_memory_are_refused_in_a_sentence():
+    told = refusal(attention_backward.versions[2], B=1, T=1, NH=1, hs=129)
+    assert told == "needs heads of at most 128 channels, which a warp holds in registers, got 129"
+    told = refusal(attention_forward.versions[2], B=1, T=1, NH=1, hs=1024)
+    assert told.startswith("needs 529024 bytes of shared memory a block, and this card gives ")
+
+
+@each_version
+def test_channels_that_the_heads_cannot_share_are_refused_in_a_sentence(version):
+    skip_where_it_cannot_run(version)
+    arguments = version.op.make_arguments(np.random.default_rng(5), B=1, T=1, NH=1, hs=16) | {"NH": 3}
+    with pytest.raises(ShapeError, match="needs .*, got 16 channels in 3 heads"):
         run(version, arguments)
 
 

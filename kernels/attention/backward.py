@@ -23,7 +23,7 @@ import numpy as np
 import cpu_reference
 from kernels.attention import tiles_fp32 as fp32
 from kernels.attention import wgmma as hopper
-from kernels.attention.forward import LARGE, ODD, sizes_of, split_qkv
+from kernels.attention.forward import LARGE, ODD, any_head_size, sizes_of, split_qkv
 from kernels.attention.matmul import TILE, batched_matmul, join_heads, split_heads
 from kernels.attention.tiles import (
     LOG2E,
@@ -60,12 +60,13 @@ from kernels.device import (
     keep_compiled,
     load2,
     load4,
+    need,
     scratch,
     store2,
 )
 from kernels.matmul.wgmma import fence_async, missing
 from kernels.op import Op
-from kernels.reduce import warp_sum, warp_sum2
+from kernels.reduce import warp_sum, warp_sum2, whole_warps
 
 
 def backward_inputs(rng, B, T, NH, hs):
@@ -144,9 +145,9 @@ def dkv_kernel1(dqkv, dout, qkv, out, lse, NH):
 
 @attention_backward.version(1, "a thread a query, then a thread a key")
 def attention_backward1(dqkv, dout, qkv, out, lse, NH, *, block_size=128, stream=0):
-    """dqkv, qkv (B,T,3C); dout, out (B,T,C); lse (B,NH,T): float32, on the device; C / NH one of HEAD_SIZES."""
+    """dqkv, qkv (B,T,3C); dout, out (B,T,C); lse (B,NH,T): float32, on the device; NH divides C."""
     B, T, C = out.shape
-    head_size(C, NH)
+    any_head_size(C, NH)
     blocks = ceil_div(B * NH * T, block_size)
     dq_kernel1[blocks, block_size, stream](dqkv, dout, qkv, out, lse, NH)
     dkv_kernel1[blocks, block_size, stream](dqkv, dout, qkv, out, lse, NH)
@@ -247,9 +248,10 @@ def dkv_kernel2(dqkv, delta, dout, qkv, lse, NH):
 def attention_backward2(dqkv, dout, qkv, out, lse, NH, *, block_size=128, stream=0):
     """As attention_backward1."""
     B, T, C = out.shape
-    head_size(C, NH)
+    hs = any_head_size(C, NH)
+    need(hs <= 32 * LANE, f"needs heads of at most {32 * LANE} channels, which a warp holds in registers, got {hs}")
     delta = scratch("attention_delta", (B, NH, T))
-    blocks = ceil_div(32 * B * NH * T, block_size)
+    blocks = ceil_div(B * NH * T, whole_warps(block_size))
     dq_kernel2[blocks, block_size, stream](dqkv, delta, dout, qkv, out, lse, NH)
     dkv_kernel2[blocks, block_size, stream](dqkv, delta, dout, qkv, lse, NH)
 
@@ -286,7 +288,7 @@ def softmax_backward_kernel3(datt, att, scale):
 def attention_backward3(dqkv, dout, qkv, out, lse, NH, *, block_size=256, stream=0):
     """As attention_backward1. Scratch: 2*B*NH*T*T + 5*B*T*C floats."""
     B, T, C = out.shape
-    hs = head_size(C, NH)
+    hs, blocks = any_head_size(C, NH), ceil_div(B * NH * T, whole_warps(block_size))
     scale = float32(1 / math.sqrt(hs))
     q, k, v = split_qkv(B, T, NH, hs, qkv, stream)
     do, dhead = scratch("attention_values", (B * NH, T, hs)), scratch("attention_dhead", (B * NH, T, hs))
@@ -297,7 +299,7 @@ def attention_backward3(dqkv, dout, qkv, out, lse, NH, *, block_size=256, stream
     batched_matmul(dhead, att, do, stream, trans_a=True)
     join_heads(dqkv, dhead, NH, 2, stream)
     batched_matmul(datt, do, v, stream, trans_b=True)
-    softmax_backward_kernel3[ceil_div(32 * B * NH * T, block_size), block_size, stream](datt, att, scale)
+    softmax_backward_kernel3[blocks, block_size, stream](datt, att, scale)
     batched_matmul(dhead, datt, k, stream)
     join_heads(dqkv, dhead, NH, 0, stream)
     batched_matmul(dhead, datt, q, stream, trans_a=True)
@@ -326,7 +328,7 @@ def softmax_backward_kernel4(datt, att, do, o, lse, scale):
 def attention_backward4(dqkv, dout, qkv, out, lse, NH, *, block_size=256, stream=0):
     """As attention_backward3."""
     B, T, C = out.shape
-    hs = head_size(C, NH)
+    hs, blocks = any_head_size(C, NH), ceil_div(B * NH * T, whole_warps(block_size))
     scale = float32(1 / math.sqrt(hs))
     q, k, v = split_qkv(B, T, NH, hs, qkv, stream)
     do, dhead = scratch("attention_values", (B * NH, T, hs)), scratch("attention_dhead", (B * NH, T, hs))
@@ -335,7 +337,6 @@ def attention_backward4(dqkv, dout, qkv, out, lse, NH, *, block_size=256, stream
     att, datt = scratch("attention_scores", (B * NH, T, T)), scratch("attention_dscores", (B * NH, T, T))
     batched_matmul(att, q, k, stream, trans_b=True, triangle="out")
     batched_matmul(datt, do, v, stream, trans_b=True, triangle="out")
-    blocks = ceil_div(32 * B * NH * T, block_size)
     softmax_backward_kernel4[blocks, block_size, stream](datt, att, do, dhead, lse.reshape(B * NH, T), scale)
     batched_matmul(dhead, att, do, stream, trans_a=True, triangle="above")
     join_heads(dqkv, dhead, NH, 2, stream)
@@ -449,7 +450,7 @@ def flash_fp32_dkv(hs):
 
 @attention_backward.version(5, "flash, tiles of 64 x 64 scores, 4 x 4 a thread in registers")
 def attention_backward5(dqkv, dout, qkv, out, lse, NH, *, stream=0):
-    """As attention_backward1, with a scratch of two numbers a row of a head."""
+    """As attention_backward1, with a scratch of two numbers a row of a head; C / NH one of HEAD_SIZES. So from here on."""
     B, T, C = out.shape
     hs = head_size(C, NH)
     stats = statistics(B, T, NH)

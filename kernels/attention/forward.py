@@ -50,15 +50,16 @@ from kernels.device import (
     int32,
     int64,
     keep_compiled,
+    need,
     scratch,
 )
 from kernels.matmul.wgmma import fence_async, missing
 from kernels.op import Op
-from kernels.reduce import warp_max, warp_sum
+from kernels.reduce import warp_max, warp_sum, whole_warps
 
-ODD = [  # one query; head sizes that pad to 32 and 96; more rows than a tile of 64
+ODD = [  # one query; head sizes that pad to 32 and 96, or that no tile has; more rows than a tile of 64
     {"B": B, "T": T, "NH": NH, "hs": hs}
-    for B, T, NH, hs in ((2, 1, 1, 64), (1, 3, 2, 80), (1, 9, 1, 32), (1, 5, 1, 96), (1, 2, 1, 128), (1, 66, 1, 16))
+    for B, T, NH, hs in ((2, 1, 1, 64), (1, 3, 2, 80), (1, 9, 1, 32), (1, 5, 1, 96), (1, 2, 1, 128), (1, 4, 2, 24), (1, 66, 1, 16))
 ]
 LARGE = [{"B": 1, "T": 4096, "NH": 12, "hs": 64}]
 
@@ -82,6 +83,12 @@ attention_forward = Op(
 )
 
 LN2 = float32(math.log(2))
+
+
+def any_head_size(C: int, NH: int) -> int:
+    """The channels of a head, where any number will do."""
+    need(C % NH == 0, f"needs channels that its heads can share evenly, got {C} channels in {NH} heads")
+    return C // NH
 
 
 # Version 1 ------------------------------------------------------------------------------------------------------------
@@ -137,9 +144,9 @@ def values_kernel1(out, att, qkv, NH):
 
 @attention_forward.version(1, "a thread a score, a thread a row of the softmax, a thread a number of out")
 def attention_forward1(out, lse, qkv, NH, *, block_size=256, stream=0):
-    """out (B,T,C), lse (B,NH,T), qkv (B,T,3C): float32, on the device; C / NH one of HEAD_SIZES. Scratch: B*NH*T*T floats."""
+    """out (B,T,C), lse (B,NH,T), qkv (B,T,3C): float32, on the device; NH divides C. Scratch: B*NH*T*T floats."""
     B, T, C = out.shape
-    head_size(C, NH)
+    any_head_size(C, NH)
     att = scratch("attention_scores", (B * NH, T, T))
     scores_kernel1[ceil_div(att.size, block_size), block_size, stream](att, qkv, NH)
     softmax_kernel1[ceil_div(B * NH * T, block_size), block_size, stream](att, lse.reshape(B * NH, T))
@@ -201,7 +208,7 @@ def flash_kernel2(out, lse, qkv, NH, hs):
 def attention_forward2(out, lse, qkv, NH, *, stream=0):
     """As attention_forward1, without scratch."""
     B, T, C = out.shape
-    hs = head_size(C, NH)
+    hs = any_head_size(C, NH)
     nbytes = 4 * (128 * (hs + 1) + 32 * 33)
     big_shared(flash_kernel2, (B * NH, ceil_div(T, 32)), 32, stream, nbytes)(out, lse, qkv, NH, hs)
 
@@ -244,12 +251,12 @@ def softmax_kernel3(att, lse):
 def attention_forward3(out, lse, qkv, NH, *, block_size=256, stream=0):
     """As attention_forward1. Scratch: B*NH*T*T + 4*B*T*C floats."""
     B, T, C = out.shape
-    hs = head_size(C, NH)
+    hs, blocks = any_head_size(C, NH), ceil_div(B * NH * T, whole_warps(block_size))
     q, k, v = split_qkv(B, T, NH, hs, qkv, stream)
     att, values = scratch("attention_scores", (B * NH, T, T)), scratch("attention_values", (B * NH, T, hs))
     batched_matmul(att, q, k, stream, trans_b=True)
     scale_kernel3[ceil_div(att.size, block_size), block_size, stream](att, float32(1 / math.sqrt(hs)))
-    softmax_kernel3[ceil_div(32 * B * NH * T, block_size), block_size, stream](att, lse.reshape(B * NH, T))
+    softmax_kernel3[blocks, block_size, stream](att, lse.reshape(B * NH, T))
     batched_matmul(values, att, v, stream)
     join_heads(out, values, NH, 0, stream)
 
@@ -293,12 +300,12 @@ def softmax_kernel4(att, lse, scale):
 def attention_forward4(out, lse, qkv, NH, *, block_size=256, stream=0):
     """As attention_forward3."""
     B, T, C = out.shape
-    hs = head_size(C, NH)
+    hs, blocks = any_head_size(C, NH), ceil_div(B * NH * T, whole_warps(block_size))
     q, k, v = split_qkv(B, T, NH, hs, qkv, stream)
     att, values = scratch("attention_scores", (B * NH, T, T)), scratch("attention_values", (B * NH, T, hs))
     batched_matmul(att, q, k, stream, trans_b=True, triangle="out")
     scale = float32(1 / math.sqrt(hs))
-    softmax_kernel4[ceil_div(32 * B * NH * T, block_size), block_size, stream](att, lse.reshape(B * NH, T), scale)
+    softmax_kernel4[blocks, block_size, stream](att, lse.reshape(B * NH, T), scale)
     batched_matmul(values, att, v, stream, triangle="below")
     join_heads(out, values, NH, 0, stream)
 
@@ -361,7 +368,7 @@ def flash_fp32(hs):
 
 @attention_forward.version(5, "flash, tiles of 64 x 64 scores, 4 x 4 a thread in registers")
 def attention_forward5(out, lse, qkv, NH, *, stream=0):
-    """As attention_forward1, without scratch."""
+    """As attention_forward1, without scratch; C / NH one of HEAD_SIZES. So in every version from here on."""
     B, T, C = out.shape
     hs = head_size(C, NH)
     nbytes = 4 * (3 * fp32.ROWS * (hs + 4) + fp32.SCORES)

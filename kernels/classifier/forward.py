@@ -22,7 +22,6 @@ import numpy as np
 
 import cpu_reference
 from kernels.device import (
-    WARP,
     big_shared,
     ceil_div,
     cp_async16,
@@ -34,13 +33,23 @@ from kernels.device import (
     float64,
     load4,
     multiprocessors,
-    need,
     shared_limit,
     store4,
     store4_streaming,
 )  # fmt: skip
 from kernels.op import Op
-from kernels.reduce import LN2, LOG2E, LOWEST, block_max, block_online, block_sum, online_add, online_add4, power
+from kernels.reduce import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    block_max,
+    block_online,
+    block_sum,
+    online_add,
+    online_add4,
+    power,
+    whole_warps,
+)
 
 
 def classifier_inputs(rng, N, V, Vp):
@@ -123,10 +132,6 @@ def fused_classifier_kernel2(logits, losses, dloss, targets, V):
         logits[row, v] = (prob - float32(1 if v == target else 0)) * scale
     for v in range(V + thread, Vp, threads):
         logits[row, v] = float32(0)
-
-
-def whole_warps(block_size: int) -> None:
-    need(block_size % WARP == 0, f"needs a block size that is a multiple of {WARP}, got {block_size}")
 
 
 @fused_classifier.version(2, "a block a row: maximum, sum and gradient, a pass each")

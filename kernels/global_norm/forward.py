@@ -18,10 +18,11 @@ from kernels.device import (
     float64,
     load4,
     multiprocessors,
+    need,
     scratch,
 )  # fmt: skip
 from kernels.op import Op
-from kernels.reduce import block_sum, warp_sum
+from kernels.reduce import block_sum, warp_sum, whole_warps
 
 global_norm_squared = Op(
     reference=cpu_reference.global_norm_squared,
@@ -54,7 +55,8 @@ def global_norm_squared_kernel1(out, inp):
 
 @global_norm_squared.version(1, "one block, and a tree of additions in shared memory")
 def global_norm_squared1(out, inp, *, block_size=1024, stream=0):
-    """out: float32 (1,); inp: float32 (N,), on the device; block_size a power of two."""
+    """out: float32 (1,); inp: float32 (N,), on the device."""
+    need(block_size & (block_size - 1) == 0, f"needs a block size that is a power of two, got {block_size}")
     global_norm_squared_kernel1[1, block_size, stream](out, inp)
 
 
@@ -81,6 +83,7 @@ def global_norm_squared_kernel2(out, inp):
 @global_norm_squared.version(2, "the whole card, an atomic a warp (order decides the last bits)", repeatable=False)
 def global_norm_squared2(out, inp, *, block_size=512, stream=0):
     """out: float32 (1,); inp: float32 (N,), on the device."""
+    whole_warps(block_size)
     zero_kernel[1, 1, stream](out)
     global_norm_squared_kernel2[resident_blocks(inp.size, block_size), block_size, stream](out, inp)
 
@@ -107,6 +110,7 @@ def global_norm_squared_kernel3(out, inp):
 @global_norm_squared.version(3, "16-byte loads, an atomic a block (order decides the last bits)", repeatable=False)
 def global_norm_squared3(out, inp, *, block_size=512, stream=0):
     """out: float32 (1,); inp: float32 (N,), 16-byte aligned, on the device."""
+    whole_warps(block_size)
     zero_kernel[1, 1, stream](out)
     global_norm_squared_kernel3[resident_blocks(ceil_div(inp.size, 4), block_size), block_size, stream](out, inp)
 
@@ -152,6 +156,7 @@ TILE = 1 << 15
 )
 def global_norm_squared4(out, inp, *, block_size=512, stream=0):
     """out: float32 (1,); inp: float32 (N,), 16-byte aligned, on the device."""
+    whole_warps(block_size)
     zero_kernel[1, 1, stream](out)
     global_norm_squared_kernel4[ceil_div(inp.size, TILE), block_size, stream](out, inp, TILE)
 
@@ -179,6 +184,7 @@ def sum_in_order_kernel(out, sums):
 @global_norm_squared.version(5, "sums of fixed tiles, which a second kernel adds in order: repeatable")
 def global_norm_squared5(out, inp, *, block_size=512, stream=0):
     """out: float32 (1,); inp: float32 (N,), 16-byte aligned, on the device."""
+    whole_warps(block_size)
     sums = scratch("global_norm_squared5", ceil_div(inp.size, TILE))
     tile_sums_kernel[sums.size, block_size, stream](sums, inp, TILE)
     sum_in_order_kernel[1, 1024, stream](out, sums)

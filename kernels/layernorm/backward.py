@@ -33,9 +33,8 @@ from kernels.device import (
     scratch,
     store4,
 )  # fmt: skip
-from kernels.layernorm.forward import whole_warps
 from kernels.op import Op
-from kernels.reduce import block_sum2, warp_sum2
+from kernels.reduce import block_sum2, warp_sum2, whole_warps
 
 SHARED_BYTES = 227 * 1024  # that a block can have, compute capability 9.0
 

@@ -20,7 +20,7 @@ import numpy as np
 import cpu_reference
 from kernels.device import WARP, ceil_div, cuda, float32, load4, load4_readonly, multiprocessors, need, store4
 from kernels.op import Op
-from kernels.reduce import block_sum2, moments, warp_sum, warp_sum2
+from kernels.reduce import block_sum2, moments, tree_sum, warp_sum, warp_sum2, whole_warps
 
 
 def layernorm_inputs(rng, N, C):
@@ -71,21 +71,6 @@ def layernorm_forward1(out, mean, rstd, inp, weight, bias, *, block_size=128, st
     """out, inp: float32 (N, C); mean, rstd: (N,); weight, bias: (C,), on the device. So in every version."""
     N = inp.shape[0]
     layernorm_forward_kernel1[ceil_div(N, block_size), block_size, stream](out, mean, rstd, inp, weight, bias)
-
-
-@cuda.jit(device=True, cache=True)
-def tree_sum(shared, x):
-    """The sum of x over the block's threads, a power of two: half of them add the other half's, again and again."""
-    thread = cuda.threadIdx.x
-    shared[thread] = x
-    cuda.syncthreads()
-    half = cuda.blockDim.x // 2
-    while half > 0:
-        if thread < half:
-            shared[thread] += shared[thread + half]
-        cuda.syncthreads()
-        half //= 2
-    return shared[0]
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -149,12 +134,6 @@ def layernorm_forward_kernel3(out, mean, rstd, inp, weight, bias):
         if lane == 0:
             mean[row] = m
             rstd[row] = s
-
-
-def whole_warps(block_size: int) -> int:
-    """The warps of a block."""
-    need(block_size % WARP == 0, f"needs a block size that is a multiple of {WARP}, got {block_size}")
-    return block_size // WARP
 
 
 @layernorm_forward.version(3, "a warp a row, sums by shuffles")

@@ -35,9 +35,9 @@ from kernels.device import (
     store4,
 )  # fmt: skip
 from kernels.layernorm.backward import backward_inputs, launch_backward6, layernorm_backward5
-from kernels.layernorm.forward import layernorm_forward1, layernorm_inputs, whole_warps
+from kernels.layernorm.forward import layernorm_forward1, layernorm_inputs
 from kernels.op import Op
-from kernels.reduce import moments, warp_sum, warp_sum2
+from kernels.reduce import moments, warp_sum, warp_sum2, whole_warps
 
 EPS = float32(1e-5)  # layernorm's; here too, since numba's cache looks at a kernel's own file
 

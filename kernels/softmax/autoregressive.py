@@ -19,7 +19,7 @@ import numpy as np
 import cpu_reference
 from kernels.device import WARP, ceil_div, cuda, exp2_approx, float32, load4_streaming, need, store4_streaming
 from kernels.op import Op
-from kernels.reduce import LOG2E, LOWEST, online_add, power, warp_max, warp_online, warp_sum
+from kernels.reduce import LOG2E, LOWEST, online_add, power, warp_max, warp_online, warp_sum, whole_warps
 
 
 def lower_triangle(rng, B, NH, T):
@@ -69,8 +69,7 @@ def rows_of(square):
 
 def warps_for(rows, block_size: int) -> int:
     """The blocks that give each row a warp."""
-    need(block_size % WARP == 0, f"needs a block size that is a multiple of {WARP}, got {block_size}")
-    return ceil_div(rows.shape[0], block_size // WARP)
+    return ceil_div(rows.shape[0], whole_warps(block_size))
 
 
 @cuda.jit(cache=True, fastmath=True)

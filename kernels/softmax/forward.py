@@ -40,8 +40,10 @@ from kernels.reduce import (
     online_add,
     online_add4,
     power,
+    tree_sum,
     warp_max,
     warp_sum,
+    whole_warps,
 )
 
 softmax_forward = Op(
@@ -91,20 +93,6 @@ def tree_max(shared, x):
     return shared[0]
 
 
-@cuda.jit(device=True, cache=True)
-def tree_sum(shared, x):
-    thread, half = cuda.threadIdx.x, cuda.blockDim.x // 2
-    cuda.syncthreads()  # who still reads shared[0]
-    shared[thread] = x
-    cuda.syncthreads()
-    while half > 0:
-        if thread < half:
-            shared[thread] += shared[thread + half]
-        cuda.syncthreads()
-        half //= 2
-    return shared[0]
-
-
 @cuda.jit(cache=True, fastmath=True)
 def softmax_forward_kernel2(out, inp):
     shared = cuda.shared.array(0, float32)
@@ -117,6 +105,7 @@ def softmax_forward_kernel2(out, inp):
     total = float32(0)
     for c in range(thread, C, threads):
         total += math.exp(inp[row, c] - largest)
+    cuda.syncthreads()  # who still reads shared[0], the maximum
     total = tree_sum(shared, total)
     for c in range(thread, C, threads):
         out[row, c] = math.exp(inp[row, c] - largest) / total
@@ -143,12 +132,6 @@ def softmax_forward_kernel3(out, inp):
         total = warp_sum(total)
         for c in range(lane, C, WARP):
             out[row, c] = math.exp(inp[row, c] - largest) / total
-
-
-def whole_warps(block_size: int) -> int:
-    """The warps of a block."""
-    need(block_size % WARP == 0, f"needs a block size that is a multiple of {WARP}, got {block_size}")
-    return block_size // WARP
 
 
 @softmax_forward.version(3, "a warp a row, maximum and sum by shuffles")
