@@ -27,7 +27,8 @@ YOUR_MODULE = "your_kernel"  # whatever the file is called: numpy.py must not ta
 
 
 def stop(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    line = message.replace("\n", "\\n")  # a file's name may hold one
+    print(f"error: {line}", file=sys.stderr)
     sys.exit(1)
 
 
@@ -69,7 +70,8 @@ def answer(asked: argparse.Namespace, ops: list) -> None:
         load_file(ops[0], asked.file)
     if asked.version != "all":  # not all ops of a layer need to have it
         ops = [op for op in ops if int(asked.version) in op.versions] or ops
-    rows = [row for op in ops for row in run(op, asked)]
+    versions = [chosen(op, asked) for op in ops]  # of all the ops, before the first is run
+    rows = [row for op, of_op in zip(ops, versions, strict=True) for row in run(op, of_op, asked)]
     if asked.json:
         from kernels.ladder import write_json
 
@@ -137,17 +139,26 @@ def parse(layer: str, ops: list, arguments: list[str]) -> argparse.Namespace:
     return asked
 
 
-def run(op, asked: argparse.Namespace) -> list:
-    """Measures what was asked of one op, and prints its table."""
-    from kernels.device import SIMULATE
-    from kernels.ladder import measure
-
-    shape = shape_of(op, asked.shape)
+def chosen(op, asked: argparse.Namespace) -> list:
+    """The versions of one op that were asked for."""
     numbers = list(op.versions) if asked.version == "all" else [int(asked.version)]
     if asked.version != "all" and numbers[0] not in op.versions:
         have = ", ".join(str(number) for number in op.versions if number != YOURS)
         stop(f"{op.name} has no version {numbers[0]}; it has {have}")
     versions = [op.versions[number] for number in dict.fromkeys([*numbers, *([YOURS] if asked.file else [])])]
+    fixed = [version for version in versions if "block_size" not in version.options()]
+    if asked.block_size and asked.version != "all" and fixed:
+        name = asked.file if fixed[0].number == YOURS else f"{op.name} {fixed[0].number}"
+        stop(f"--block-size: {name} chooses its own")
+    return versions
+
+
+def run(op, versions: list, asked: argparse.Namespace) -> list:
+    """Measures these versions of one op, and prints its table."""
+    from kernels.device import SIMULATE
+    from kernels.ladder import measure
+
+    shape = shape_of(op, asked.shape)
     one = versions[0] if len(versions) == 1 and asked.version != "all" else None
     sweep = one and not SIMULATE and asked.block_size is None and "block_size" in one.options()
     block_sizes = BLOCK_SIZES if sweep else [asked.block_size]
@@ -160,7 +171,11 @@ def run(op, asked: argparse.Namespace) -> list:
             bar.update(task, description=text, advance=1)
 
         options = {"tf32": bool(asked.tf32), "seed": asked.seed, "progress": progress}
-        rows = measure(op, shape, versions, block_sizes=block_sizes, **options)
+        try:
+            rows = measure(op, shape, versions, block_sizes=block_sizes, **options)
+        except (MemoryError, OverflowError) as error:
+            flags = " ".join(f"-{name} {size}" for name, size in asked.shape.items())
+            raise MemoryError(f"{error} ({flags})" if flags else str(error)) from error
     print_table(op, shape, rows)
     return rows
 
@@ -185,7 +200,7 @@ def print_table(op, shape: dict, rows: list) -> None:
     where = "no GPU here: checked in the simulator, on a small problem" if SIMULATE else card()["card"]
     console.print(f"[bold]{op.name}[/bold], {sizes} [dim]({where})[/dim]", soft_wrap=True)
     table = Table()
-    swept = len({row.block_size for row in rows}) > 1
+    swept = len({row.block_size for row in rows}) > 1 and len({row.version for row in rows}) == 1
     table.add_column("block size" if swept else "version", justify="right")
     table.add_column("what it does", ratio=1)
     table.add_column("result")

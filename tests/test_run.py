@@ -86,9 +86,11 @@ def test_list_names_every_version(capsys):
         (["--version", "two"], "--version two: use a number, or all"),
         (["-N", "0"], "-N 0: a size is 1 or more"),
         (["-N", "many"], "invalid int value: 'many'"),
+        (["-N", "99999999999999"], "(99999999999999,) and data type float32 (-N 99999999999999)"),
         (["--block-size", "2048"], "--block-size 2048: a block has 1 to 1024 threads"),
         (["--pass", "sideways"], "invalid choice: 'sideways'"),
         (["--file", "nowhere.py"], "nowhere.py: no such file; --template nowhere.py writes one to start from"),
+        (["--file", "no\nwhere.py"], "no\\nwhere.py: no such file"),
         (["--json", ""], "--json: name a file"),
         (["--plot", "ladder.docx"], "--plot ladder.docx: name a .svg or a .png file"),
         pytest.param(["--plot", "ladder.svg"], "--plot ladder.svg: it draws times, and those take a GPU", marks=without_a_gpu),
@@ -103,6 +105,23 @@ def test_a_question_that_makes_no_sense_is_answered_in_one_line(capsys, words, t
     assert code == 1
     assert told in errors.splitlines()[-1] and "Traceback" not in errors
     assert len(errors.splitlines()) <= 2  # argparse's own begin with how to ask for help
+
+
+def test_a_block_size_is_refused_by_the_one_version_that_chooses_its_own(capsys, tmp_path):
+    words = "--pass", "forward", "--block-size", "64", "--version"
+    code, output, errors = run(capsys, *words, "2", layer="crossentropy")
+    assert (code, output, errors) == (1, "", "error: --block-size: crossentropy_forward 2 chooses its own\n")
+    file = tmp_path / "mine.py"
+    file.write_text("def gelu_forward(out, inp, *, stream=0): ...")
+    _, output, errors = run(capsys, *words, "1", "--file", str(file))
+    assert (output, errors) == ("", f"error: --block-size: {file} chooses its own\n")
+
+
+@simulator_only
+def test_a_block_size_for_all_versions_leaves_their_numbers_in_the_table(capsys):
+    code, output, errors = run(capsys, "--pass", "forward", "--block-size", "64", layer="crossentropy")
+    assert (code, errors) == (0, "")
+    assert re.findall(r"^│ +(\d) │", output, re.M) == ["1", "2"] and "┃ version ┃" in output
 
 
 @without_a_gpu
