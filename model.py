@@ -5,6 +5,7 @@ have the same functions, outputs first. Parameters, their gradients and AdamW's 
 order; tensors are views of it, made once. N stands for B*T rows; L, NH, C, V, Vp are llm.c's.
 """
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -184,10 +185,11 @@ class GPT2:
         if (B, T) in self._activations:
             return self._activations[B, T]
         shapes = activation_shapes(self.config, B, T, self.recompute)
-        if self._buffer is None or self._most_rows < B * T:
+        if self._buffer is not None and self._most_rows < B * T:  # the old and the new might not fit side by side
             self._activations.clear()
-            self.acts = self._buffer = self._gradient_buffer = None  # old and new would not fit side by side
+            self.acts = self._buffer = self._gradient_buffer = None
             self.backend.forget()
+        if self._buffer is None:
             self._buffer = self._allocate(padded_size(shapes), "activations")
             self._most_rows = B * T
         acts = Tensors(self._buffer, shapes, self.config.num_layers, ALIGNMENT)
@@ -483,7 +485,8 @@ class CpuBackend:
     def run(self, key: tuple, work: Callable[[], None]) -> None:
         work()
 
-    def forget(self) -> None: ...
+    def forget(self) -> None:
+        gc.collect()  # numba leaves cycles when it compiles, which hold frames of ours, and they what was dropped
 
 
 def make_backend(device: str, **options):

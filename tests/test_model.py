@@ -171,6 +171,7 @@ class Watched(CpuBackend):
         work()
 
     def forget(self):
+        super().forget()
         self.captured.clear()
 
 
