@@ -2,8 +2,9 @@
 
 These functions say what is right, and they are the engine of training on the CPU. Arguments stand outputs first, as
 everywhere in this project, and arrays are C-contiguous: N = B*T rows of C channels, tokens int32. A function
-computes in the precision of its arrays: float32 to train, float64 to have the truth. Where a loop carries a sum in a variable,
-the sum is float64 in both; what is added to an array is rounded to the array's type each time. Results are the same bits from run to run: no loop's sum depends on the number of threads.
+computes in the precision of its arrays: float32 to train, float64 to have the truth. Where a loop carries a sum in a
+variable, the sum is float64 in both; what is added to an array is rounded to the array's type each time. Results are
+the same bits from run to run: no loop's sum depends on the number of threads.
 
 Loops are Numba's (`njit`, rows or blocks of columns in parallel, the machine code cached on disk); the large matrix
 products go through numpy to BLAS, and `matmul_forward_loops` and its neighbours are the same products in plain loops.

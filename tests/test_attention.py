@@ -217,3 +217,26 @@ def test_an_unrounded_operand_would_show():
     cut = lambda values: np.bitwise_and(values.view(np.uint32), np.uint32(0xFFFFE000)).view(np.float32)  # noqa: E731
     rounded = cut(np.array([tiles.round_tf32(value) for value in x]))
     assert abs(np.mean(rounded.astype(np.float64) - x)) < 1e-5 < 2e-4 < abs(np.mean(cut(x).astype(np.float64) - x))
+
+
+NAN_OF_A_GPU = np.uint32(0x7FFFFFFF).view(np.float32)
+
+
+@simulated
+@pytest.mark.parametrize("number", [4, 5, 6, 7])
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+def test_a_nan_shows_in_every_row_that_sees_it(number, part):
+    """Training on would hide it. Rounding adds to the bits of a number: those of a NaN must stay a NaN's."""
+    problem = Problem.of(attention_forward, {"B": 1, "T": 5, "NH": 1, "hs": 64})
+    problem.arguments["qkv"][0, 2, 64 * ["query", "key", "value"].index(part) + 7] = NAN_OF_A_GPU
+    shows = np.isnan(run(attention_forward.versions[number], problem.arguments)["out"]).any(axis=-1)[0]
+    assert shows[2:3].all() if part == "query" else shows[2:].all()
+
+
+@simulated
+@pytest.mark.parametrize("number", [4, 5, 6, 7])
+@pytest.mark.parametrize("name", ["dout", "qkv"])
+def test_a_nan_shows_in_the_gradients(number, name):
+    problem = Problem.of(attention_backward, {"B": 1, "T": 5, "NH": 1, "hs": 64})
+    problem.arguments[name][0, 2, -1] = NAN_OF_A_GPU
+    assert np.isnan(run(attention_backward.versions[number], problem.arguments)["dqkv"]).any()

@@ -64,8 +64,6 @@ def test_is_right_at_odd_shapes_in_the_simulator(version, shape):
 @pytest.mark.skipif(TARGET != "simulator", reason="run with LLM_NUMBA_TARGET=simulator")
 @cases(lambda op: [op.small], takes_block_size=True)
 def test_is_right_in_blocks_of_a_warp_and_a_half_or_says_what_it_needs(version, shape):
-    if version.op.name == "encoder_backward" and version.number in (3, 4):
-        pytest.xfail("its sort sums over the lanes of the half warp")
     check_version(version, shape, may_refuse=True, block_size=48)
 
 

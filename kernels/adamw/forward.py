@@ -34,17 +34,18 @@ from kernels.op import Op
 
 
 def adamw_inputs(rng, N):
+    """A step and an eps so large that a wrong one of either would show in the parameters."""
     return {
         "params": rng.standard_normal(N, dtype=np.float32),
         "grads": rng.standard_normal(N, dtype=np.float32),
         "m": rng.standard_normal(N, dtype=np.float32),
         "v": rng.random(N, dtype=np.float32),
         "step": np.array([10], np.int32),
-        "learning_rate": np.array([1e-3], np.float32),
+        "learning_rate": np.array([0.1], np.float32),
         "grad_scale": np.array([0.5], np.float32),
         "beta1": 0.9,
         "beta2": 0.95,
-        "eps": 1e-8,
+        "eps": 1e-2,
         "weight_decay": 0.1,
     }
 

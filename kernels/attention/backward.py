@@ -894,7 +894,7 @@ def flash_wgmma_dq():
                 p[i] = hopper.settled(exp2_approx(p[i] - lse2[i >> 1 & 1]))  # before the wait: dp is under way
             hopper.wgmma_finish(dp)
             for i in range(32):
-                dp[i] = round_tf32(p[i] * (dp[i] - delta[i >> 1 & 1]))
+                dp[i] = hopper.round_finite(p[i] * (dp[i] - delta[i >> 1 & 1]))
             hopper.add_columns_product(dq, dp, smem, now + TILE)
             if next0 >= keys:
                 break
@@ -979,13 +979,13 @@ def flash_wgmma_dkv():
             for j in range(8):
                 lse0, _, lse1, _ = load4(smem, numbers + 16 * j)
                 for i in range(4 * j, 4 * j + 4):
-                    p[i] = round_tf32(exp2_approx(p[i] - (lse1 if i & 1 else lse0)))
+                    p[i] = hopper.round_finite(exp2_approx(p[i] - (lse1 if i & 1 else lse0)))
             hopper.add_columns_product(dv, p, smem, now + 3 * TILE)
             hopper.wait_for(dp)
             for j in range(8):
                 _, delta0, _, delta1 = load4(smem, numbers + 16 * j)
                 for i in range(4 * j, 4 * j + 4):
-                    dp[i] = round_tf32(p[i] * (dp[i] - (delta1 if i & 1 else delta0)))
+                    dp[i] = hopper.round_finite(p[i] * (dp[i] - (delta1 if i & 1 else delta0)))
             hopper.add_columns_product(dk, dp, smem, now + TILE)
             if next0 < key0:
                 break

@@ -504,7 +504,7 @@ def online_softmax8(s, o, top, total, scale):
         for j in range(2 * r, 32, 4):
             p0, p1 = exp2_approx(s[j] * scale - x), exp2_approx(s[j + 1] * scale - x)
             y += p0 + p1
-            s[j], s[j + 1] = round_tf32(p0), round_tf32(p1)
+            s[j], s[j + 1] = hopper.round_finite(p0), hopper.round_finite(p1)
             o[j] *= shrink
             o[j + 1] *= shrink
         total[r] = y

@@ -13,10 +13,9 @@ where it is: no shuffles. See doc/attention.md for the drawing.
 
 import math
 
-import numpy as np
-
 from kernels.device import FULL_MASK, cuda, float32, int32, load4, mma_tf32, need, store4
-from kernels.intrinsics import TF32, cp_async16_zfill, ptx
+from kernels.intrinsics import cp_async16_zfill
+from kernels.matmul.engine import round_tf32
 
 LOG2E = math.log2(math.e)
 MASKED = float32(-1e30)  # a score that must not count: finite, so that nothing becomes inf - inf
@@ -28,13 +27,6 @@ def head_size(C: int, NH: int) -> int:
     """The channels of a head; ShapeError if there is no kernel for so many."""
     need(C % NH == 0 and C // NH in HEAD_SIZES, f"needs a head size among {HEAD_SIZES}, got {C} channels in {NH} heads")
     return C // NH
-
-
-@ptx("add.u32 $0, $1, 0x1000;", returns=TF32, takes=(TF32,), pure=True)
-def round_tf32(x):
-    """x rounded to TF32, ties away from zero, if the reader ignores the low 13 bits as mma_tf32 does: half a unit is added,
-    nothing cut off. One integer addition where to_tf32 (cvt.rna) is slower; x must be finite."""
-    return (np.float32(x).view(np.uint32) + np.uint32(0x1000)).view(np.float32)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)

@@ -15,9 +15,11 @@ Registers, for both a warp group's 64 x 64 accumulators and first operands, are 
     a[4 k + c]   = a[16 warp + g + 8 (c % 2), 8 k + t + 4 (c // 2)]
 """
 
-from kernels.attention.tiles import MASKED, round_tf32
+import numpy as np
+
+from kernels.attention.tiles import MASKED
 from kernels.device import FULL_MASK, cp_async16, cuda, float32, int32, int64, load4, need, store2, store4, uint64
-from kernels.intrinsics import ptx
+from kernels.intrinsics import TF32, ptx
 from kernels.matmul.wgmma import make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait
 
 THREADS = 256
@@ -36,6 +38,13 @@ wgmma, wgmma_shared, wgmma_finish = make_wgmma(64)
 
 def check_head_size(hs: int) -> None:
     need(hs == 64, f"needs heads of 64 channels, got {hs}")
+
+
+@ptx("add.u32 $0, $1, 0x1000;", returns=TF32, takes=(TF32,), pure=True)
+def round_finite(x):
+    """A finite x rounded to TF32, ties away from zero, if the reader ignores the low 13 bits as wgmma does: half a unit is added,
+    nothing cut off. (A NaN would become zero; it is not lost, since keys and values that are only cut off keep theirs.)"""
+    return (np.float32(x).view(np.uint32) + np.uint32(0x1000)).view(np.float32)
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -124,7 +133,7 @@ def turn_block(smem, tile, turned):
     for i in range(4):
         x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load4(smem, (at ^ 8 * i) + 64 * i)
     for i in range(4):
-        a, b, c, d = round_tf32(x[0, i]), round_tf32(x[1, i]), round_tf32(x[2, i]), round_tf32(x[3, i])
+        a, b, c, d = round_finite(x[0, i]), round_finite(x[1, i]), round_finite(x[2, i]), round_finite(x[3, i])
         store4(smem, (to ^ 4 * i) + 32 * i, a, b, c, d)
 
 
@@ -160,8 +169,8 @@ def rows_operand(a, smem, tile, factor):
     for k in range(8):
         for c in range(2):
             at = uint64(row + (k >> 2) * HALF + 4 * (2 * (k & 3) + c ^ g))  # unsigned: numba asks whether others are negative
-            a[4 * k + 2 * c] = round_tf32(smem[at] * factor)
-            a[4 * k + 2 * c + 1] = round_tf32(smem[at + uint64(8 * 32)] * factor)
+            a[4 * k + 2 * c] = round_finite(smem[at] * factor)
+            a[4 * k + 2 * c + 1] = round_finite(smem[at + uint64(8 * 32)] * factor)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)

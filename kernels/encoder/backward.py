@@ -29,7 +29,7 @@ from kernels.device import (
 )
 from kernels.encoder.forward import encoder_forward, random_tokens, rows_touched, threads_of_row
 from kernels.op import Op
-from kernels.reduce import add4, warp_sum
+from kernels.reduce import add4, warp_sum, whole_warps
 
 
 def encoder_backward_inputs(rng, B, T, C, V, zipf):
@@ -144,7 +144,7 @@ def encoder_backward3(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
     """dwte: float32 (V, C) and dwpe: (maxT, C), added to; dout: (B, T, C); inp: int32 (B, T), on the device."""
     B, T, C = dout.shape
     order, tokens = scratch("encoder_backward3", B * T, np.int32), inp.reshape(B * T)
-    order_by_token_kernel[ceil_div(B * T * WARP, block_size), block_size, stream](order, tokens)
+    order_by_token_kernel[ceil_div(B * T, whole_warps(block_size)), block_size, stream](order, tokens)
     dwpe_kernel3[ceil_div(T * C, block_size), block_size, stream](dwpe, dout)
     dwte_kernel3[B * T, block_size, stream](dwte, dout.reshape((B * T, C)), tokens, order)
 
@@ -200,7 +200,7 @@ def encoder_backward4(dwte, dwpe, dout, inp, *, block_size=256, stream=0):
     B, T, C = dout.shape
     threads = threads_of_row(C, block_size)
     order, tokens = scratch("encoder_backward4", B * T, np.int32), inp.reshape(B * T)
-    order_by_token_kernel[ceil_div(B * T * WARP, block_size), block_size, stream](order, tokens)
+    order_by_token_kernel[ceil_div(B * T, whole_warps(block_size)), block_size, stream](order, tokens)
     dwpe_kernel4[ceil_div(T * C, 4 * block_size), block_size, stream](dwpe, dout)
     dwte_kernel4[B * T, threads, stream](dwte, dout, tokens, order)
 

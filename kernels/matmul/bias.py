@@ -26,12 +26,11 @@ from kernels.device import (
     int32,
     load4_streaming,
     multiprocessors,
-    need,
     scratch,
     store4,
 )
 from kernels.op import Op
-from kernels.reduce import block_sum
+from kernels.reduce import block_sum, whole_warps
 
 matmul_backward_bias = Op(
     reference=cpu_reference.matmul_backward_bias,
@@ -76,12 +75,6 @@ def matmul_backward_bias_kernel2(dbias, dout):
     total = block_sum(total)
     if cuda.threadIdx.x == 0:
         dbias[column] += total
-
-
-def whole_warps(block_size: int) -> int:
-    """The warps of a block."""
-    need(block_size % WARP == 0, f"needs a block size that is a multiple of {WARP}, got {block_size}")
-    return block_size // WARP
 
 
 @matmul_backward_bias.version(2, "a block a column")

@@ -39,6 +39,7 @@ from kernels.gelu.forward import gelu_forward
 from kernels.matmul import engine, tma, wgmma
 from kernels.matmul.faster import faster_of, missing
 from kernels.op import Op
+from kernels.reduce import whole_warps
 
 
 def forward_inputs(rng, N, C, OC):
@@ -154,8 +155,8 @@ def matmul_forward_kernel1(out, inp, weight, bias, has_bias):
 
 @matmul_forward.version(1, "a thread an element of out")
 def matmul_forward1(out, inp, weight, bias, *, block_size=256, stream=0):
-    """out (N,OC), inp (N,C), weight (OC,C), bias (OC,) or None: float32, on the device. block_size a multiple of 32."""
-    (N, OC), block = out.shape, (32, block_size // 32)
+    """out (N,OC), inp (N,C), weight (OC,C), bias (OC,) or None: float32, on the device."""
+    (N, OC), block = out.shape, (32, whole_warps(block_size))
     grid = ceil_div(N, block[0]), ceil_div(OC, block[1])
     matmul_forward_kernel1[grid, block, stream](out, inp, weight, *bias_of(bias, weight))
 
@@ -178,8 +179,8 @@ def matmul_forward_kernel2(out, inp, weight, bias, has_bias):
 
 @matmul_forward.version(2, "neighbouring threads take neighbouring columns")
 def matmul_forward2(out, inp, weight, bias, *, block_size=256, stream=0):
-    """out (N,OC), inp (N,C), weight (OC,C), bias (OC,) or None: float32, on the device. block_size a multiple of 32."""
-    (N, OC), block = out.shape, (32, block_size // 32)
+    """out (N,OC), inp (N,C), weight (OC,C), bias (OC,) or None: float32, on the device."""
+    (N, OC), block = out.shape, (32, whole_warps(block_size))
     grid = ceil_div(OC, block[0]), ceil_div(N, block[1])
     matmul_forward_kernel2[grid, block, stream](out, inp, weight, *bias_of(bias, weight))
 
