@@ -70,7 +70,7 @@ def test_a_d2_model_learns_real_text(corpus, tmp_path):
     assert done.returncode == 0, done.stderr
     train = losses(done.stdout)
     assert len(train) == 20
-    assert abs(train[0] - np.log(50257)) < 0.2  # a fresh model holds every token for about as likely
+    assert abs(train[0] - np.log(50257)) < 0.6  # a fresh model holds all tokens for about as likely, that of the input for more
     assert np.mean(train[-3:]) < 8.5
     first, last = (float(loss) for loss in re.findall(r"^val loss (\S+)", done.stdout, re.M))
     assert last < first - 2
