@@ -18,7 +18,8 @@ def plot_ladder(rows: list, file: str | Path, title: str = "") -> None:
         raise SystemExit("error: nothing was timed, so there is nothing to plot: that takes a GPU")
     ops = list(dict.fromkeys(row.op for row in timed))
     plt.rcParams.update({"font.family": "sans-serif", "font.size": 10, "svg.hashsalt": "llm.numba"})
-    figure, axes = plt.subplots(len(ops), 1, figsize=(7, 2.9 * len(ops)), squeeze=False, constrained_layout=True)
+    width = max(7, 0.65 * max(len([row for row in timed if row.op == op]) for op in ops))  # inches: room for a bar's label
+    figure, axes = plt.subplots(len(ops), 1, figsize=(width, 2.9 * len(ops)), squeeze=False, constrained_layout=True)
     for axis, op in zip(axes[:, 0], ops, strict=True):
         ladder = [row for row in timed if row.op == op]
         names = [str(row.version) for row in ladder]
