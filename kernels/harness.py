@@ -6,6 +6,7 @@ Without a GPU the same check runs in the simulator on a small problem.
 import argparse
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
@@ -22,6 +23,11 @@ from rich.table import Table
 from data.files import DataError, end_by_ctrl_c, flush_output, heed_ctrl_c, shown, write_text
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
+SIZES = {
+    "B": "sequences", "T": "tokens of a sequence", "C": "channels", "N": "rows, B * T", "NH": "heads", "hs": "channels of a head",
+    "OC": "channels that go out", "V": "the vocabulary", "Vp": "the vocabulary, padded",
+}  # fmt: skip
+SWITCHES = {"zipf": "1: some tokens are frequent, as in text", "accumulate": "1: the product is added to what is there"}
 YOURS = 999  # the number under which a learner's launcher joins the ladder
 YOUR_MODULE = "your_kernel"  # whatever the file is called: numpy.py must not take numpy's place
 
@@ -80,7 +86,7 @@ def answer(asked: argparse.Namespace, ops: list) -> None:
         from kernels.plot import plot_ladder
 
         keep("--plot", asked.plot, lambda: plot_ladder(rows, asked.plot))
-    sys.exit(any(row.right is False for row in rows))
+    sys.exit(any(row.right is False for row in rows) or all(row.refused for row in rows))
 
 
 def keep(flag: str, file: str, write: Callable[[], object]) -> None:
@@ -97,9 +103,8 @@ def parse(layer: str, ops: list, arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog=f"kernels/{layer}/run.py", description=f"Check and time the versions of {layer}.")
     parser.add_argument("--version", default="all", metavar="N", help="a version's number, or all (the default)")
     passes = list(dict.fromkeys([op.pass_ for op in ops] + [op.name for op in ops]))
-    parser.add_argument(
-        "--pass", dest="pass_", choices=passes, help="one pass, or one op by its name; else all of them"
-    )
+    listed = f"one of {', '.join(passes)}; else all of them"
+    parser.add_argument("--pass", dest="pass_", choices=passes, metavar="PASS", help=listed)
     parser.add_argument("--block-size", type=int, metavar="N", help="threads a block; else each version's own choice")
     parser.add_argument("--tf32", type=int, choices=(0, 1), default=1, help="0: cuBLAS too computes in fp32")
     parser.add_argument("--file", metavar="FILE", help="a launcher of your own, named as the op is, joins the ladder")
@@ -114,7 +119,8 @@ def parse(layer: str, ops: list, arguments: list[str]) -> argparse.Namespace:
     )
     names = list(dict.fromkeys(name for op in ops for name in op.shape))
     for name in names + [name for name in "BT" if "N" in names and name not in names]:
-        shape.add_argument(f"-{name}", type=int, dest=f"shape_{name}", metavar="N")
+        meaning = SIZES[name] if name in SIZES else SWITCHES[name]
+        shape.add_argument(f"-{name}", type=int, dest=f"shape_{name}", metavar="N", help=meaning)
     asked = parser.parse_args(arguments)
     asked.shape = {
         n.removeprefix("shape_"): v for n, v in vars(asked).items() if n.startswith("shape_") and v is not None
@@ -123,7 +129,9 @@ def parse(layer: str, ops: list, arguments: list[str]) -> argparse.Namespace:
         if getattr(asked, name) == "":
             stop(f"--{name}: name a file")
     for name, size in asked.shape.items():
-        if size < 1:
+        if name in SWITCHES and size not in (0, 1):
+            stop(f"-{name} {size}: it takes 0 or 1")
+        if name not in SWITCHES and size < 1:
             stop(f"-{name} {size}: a size is 1 or more")
     if asked.block_size is not None and not (1 <= asked.block_size <= 1024):
         stop(f"--block-size {asked.block_size}: a block has 1 to 1024 threads")
@@ -197,7 +205,8 @@ def print_table(op, shape: dict, rows: list) -> None:
 
     console = Console(highlight=False, width=None if sys.stdout and sys.stdout.isatty() else 150)
     sizes = ", ".join(f"{name} = {size}" for name, size in shape.items())
-    where = "no GPU here: checked in the simulator, on a small problem" if SIMULATE else card()["card"]
+    small = ", on a small problem" if shape == op.small else ""
+    where = f"no GPU here: checked in the simulator{small}" if SIMULATE else card()["card"]
     console.print(f"[bold]{op.name}[/bold], {sizes} [dim]({where})[/dim]", soft_wrap=True)
     table = Table()
     swept = len({row.block_size for row in rows}) > 1 and len({row.version for row in rows}) == 1
@@ -237,21 +246,22 @@ def print_table(op, shape: dict, rows: list) -> None:
 
 def verdict(row) -> str:
     errors = ", ".join(f"{name} {error:.1e}" for name, error in row.errors.items())
+    if math.inf in row.errors.values():
+        errors += " (inf: a NaN or an infinity is there, or nothing was written)"
     return f"[green]{errors}[/green]" if row.right else f"[bold red]WRONG: {errors}[/bold red]"
 
 
 def list_versions(ops: list) -> None:
     console = Console(highlight=False)
     for op in ops:
-        console.print(f"[bold]{op.name}[/bold]({', '.join(op.arguments)})")
+        console.print(f"[bold]{op.name}[/bold]({', '.join(op.arguments)})", soft_wrap=True)
         for version in op.versions.values():
             notes = (
                 [] if version.precision == "fp32" else [{"tf32": "TF32", "either": "fp32 or TF32"}[version.precision]]
             )
             notes += [] if version.repeatable else ["not repeatable to the bit"]
-            console.print(
-                f"  {version.number:3}  {version.description}" + (f" [dim]({', '.join(notes)})[/dim]" if notes else "")
-            )
+            note = f" [dim]({', '.join(notes)})[/dim]" if notes else ""
+            console.print(f"  {version.number:3}  {version.description}{note}", soft_wrap=True)
 
 
 def load_file(op, file: str) -> None:
