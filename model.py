@@ -414,6 +414,12 @@ class GPT2:
 
     def _batch(self, inputs: np.ndarray, targets: np.ndarray | None) -> Tensors:
         B, T = inputs.shape
+        V = self.config.vocab_size
+        if inputs.size == 0:
+            raise ValueError(f"a batch of {B} sequences of {T} tokens is empty")
+        for tokens in (inputs,) if targets is None else (inputs, targets):
+            if tokens.min() < 0 or tokens.max() >= V:
+                raise ValueError(f"this model knows the tokens 0 to {V - 1}, the batch has {tokens.min()} to {tokens.max()}")
         if T > self.config.max_seq_len:
             raise ValueError(f"T = {T} is above the model's max_seq_len, {self.config.max_seq_len}: lower -t")
         self.acts = acts = self._prepare(B, T)

@@ -196,7 +196,7 @@ def end_by_ctrl_c(line: str, file: TextIO | None) -> NoReturn:
 def flush_output() -> None:
     """Where what was printed cannot leave, ends with 1, in one line: Python's own way out says it in two, and ends with 120."""
     try:
-        if sys.stdout:
+        if sys.stdout and not sys.stdout.closed:
             sys.stdout.flush()
     except BrokenPipeError:
         os._exit(1)  # whoever read our lines has gone: nobody is left to tell

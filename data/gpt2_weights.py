@@ -150,7 +150,7 @@ def main() -> None:
     size = size or next((name for name, known in CONFIGS.items() if known == config), None)
     if args.out is None and size is None:
         parser.error(f"{source} is no published size: say with --out where to write it")
-    path = args.out if args.out is not None else DATA_FOLDER.parent / f"gpt2_{size}.bin"
+    path = Path(args.out) if args.out is not None else DATA_FOLDER.parent / f"gpt2_{size}.bin"
     if os.path.exists(path) and os.path.samefile(source, path):
         parser.error(f"--out {path} is the --file that it reads: name another")
     convert(source, path, config)

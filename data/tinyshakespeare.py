@@ -6,6 +6,7 @@
 writes data/tiny_shakespeare_train.bin and _val.bin: 305,260 and 32,768 tokens.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -54,8 +55,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.text is None:
         fetch(args.time_limit)
-    counts = prepare_text(args.text or TEXT_FILE, args.prefix)
-    for path, count in zip(corpus.token_files(args.prefix), counts, strict=True):
+    text, files = TEXT_FILE if args.text is None else args.text, corpus.token_files(args.prefix)
+    if any(file.exists() and os.path.exists(text) and file.samefile(text) for file in files):
+        parser.error(f"--prefix {args.prefix} would write over the --text that it reads: name another")
+    counts = prepare_text(text, args.prefix)
+    for path, count in zip(files, counts, strict=True):
         print(f"{shown(path)}: {count:,} tokens")
 
 

@@ -17,6 +17,7 @@ from traceback import walk_tb
 from typing import NoReturn
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -128,6 +129,14 @@ def parse(layer: str, ops: list, arguments: list[str]) -> argparse.Namespace:
     for name in ("file", "template", "json", "plot"):
         if getattr(asked, name) == "":
             stop(f"--{name}: name a file")
+    for name in ("json", "plot"):
+        written = getattr(asked, name)
+        if asked.file and written and Path(written).exists() and Path(written).samefile(asked.file):
+            stop(f"--{name} {written}: it is the --file that this run reads: name another file")
+    if asked.list and (asked.json or asked.plot or asked.template or asked.file):
+        stop("--list runs nothing and writes nothing: leave the other out")
+    if TARGET == "compile":
+        stop("LLM_NUMBA_TARGET=compile runs nothing: `python -m kernels.compile` compiles, or leave the variable out")
     for name, size in asked.shape.items():
         if name in SWITCHES and size not in (0, 1):
             stop(f"-{name} {size}: it takes 0 or 1")
@@ -181,6 +190,8 @@ def run(op, versions: list, asked: argparse.Namespace) -> list:
         options = {"tf32": bool(asked.tf32), "seed": asked.seed, "progress": progress}
         try:
             rows = measure(op, shape, versions, block_sizes=block_sizes, **options)
+        except SystemExit:
+            stop(f"{asked.file or op.name} exits as it is launched: a launcher returns, a kernel too")
         except (MemoryError, OverflowError) as error:
             flags = " ".join(f"-{name} {size}" for name, size in asked.shape.items())
             raise MemoryError(f"{error} ({flags})" if flags else str(error)) from error
@@ -229,8 +240,8 @@ def print_table(op, shape: dict, rows: list) -> None:
     first = rows[0].us
     for row in rows:
         name = str(row.block_size) if swept else "yours" if row.version == YOURS else str(row.version)
-        cells = [name, row.description + (" [dim](TF32)[/dim]" if row.precision == "tf32" else "")]
-        cells.append(f"[yellow]{row.refused}[/yellow]" if row.refused else verdict(row))
+        cells = [name, escape(row.description) + (" [dim](TF32)[/dim]" if row.precision == "tf32" else "")]
+        cells.append(f"[yellow]{escape(row.refused)}[/yellow]" if row.refused else verdict(row))
         if timed and row.us is not None:
             rate = f"{row.tflops:.1f}" if op.flops else f"{row.gbps:.0f}"
             kernels = row.kernels
@@ -261,13 +272,14 @@ def list_versions(ops: list) -> None:
             )
             notes += [] if version.repeatable else ["not repeatable to the bit"]
             note = f" [dim]({', '.join(notes)})[/dim]" if notes else ""
-            console.print(f"  {version.number:3}  {version.description}{note}", soft_wrap=True)
+            console.print(f"  {version.number:3}  {escape(version.description)}{note}", soft_wrap=True)
 
 
 def load_file(op, file: str) -> None:
     """Registers the function of the op's name in this file as one more version."""
     if not Path(file).is_file():
-        stop(f"{file}: no such file; --template {file} writes one to start from")
+        what = "no file of text" if Path(file).exists() else f"no such file; --template {file} writes one to start from"
+        stop(f"{file}: {what}")
     spec = importlib.util.spec_from_file_location(YOUR_MODULE, file, loader=SourceFileLoader(YOUR_MODULE, file))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -305,7 +317,7 @@ def in_one_line(error: Exception) -> str:
     place, it is the last line that ran of a layer's file or a learner's."""
     text = str(error)
     ran = [(frame.f_globals["__name__"], frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    if ran and ran[-1][0].endswith(".core.caching"):  # numba's; a power cut may leave a file there that is not whole
+    if any(module.endswith(".core.caching") for module, *_ in ran[-4:]):  # numba's; a power cut may leave a damaged file there
         folder = os.environ.get("NUMBA_CACHE_DIR")  # which kernels.target has set
         if isinstance(error, OSError):
             return f"{folder}, where compiled code is kept: {error.strerror}: make room, or set XDG_CACHE_HOME to another folder"

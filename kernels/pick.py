@@ -32,7 +32,11 @@ SAME_BITS_RATIO, SAME_BITS_US = 1.05, 50.0  # what they may cost
 def read_picks() -> dict[str, dict[str, int]]:
     """Card -> op -> version."""
     try:
-        return tomllib.loads(FILE.read_text()) if FILE.exists() else {}
+        tables = tomllib.loads(FILE.read_text()) if FILE.exists() else {}
+        for name, picks in tables.items():
+            if not isinstance(picks, dict) or not all(type(number) is int and number >= 0 for number in picks.values()):
+                raise ValueError(f"[{name}] is no table of ops and version numbers")
+        return tables
     except (OSError, ValueError) as error:
         raise DataError(f"{shown(FILE)} cannot be read ({error}): delete it, and kernels/pick.py writes it") from None
 

@@ -40,5 +40,7 @@ class Once(event.Listener):
 
 
 def name_what_compiles() -> None:
-    """From now on, on stderr."""
+    """From now on, on stderr, where there is one."""
+    if sys.stderr is None:  # the shell closed it
+        return
     event.register("numba:compile", Compiling() if sys.stderr.isatty() else Once())

@@ -483,7 +483,7 @@ OURS = {os.path.join(os.path.dirname(__file__), name) for name in ("simulator.py
 
 def _short(path: str) -> str:
     relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
+    return (path if relative.startswith("..") else relative).replace("\n", "\\n")
 
 
 threadIdx = Thread(0, 0, 0)  # the one whose turn it is

@@ -49,13 +49,17 @@ os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")  # a small grid 
 
 def _choose() -> str:
     asked = os.environ.get("LLM_NUMBA_TARGET", "")
-    if asked in ("gpu", "simulator", "compile"):
+    if asked in ("simulator", "compile"):
         return asked
-    if asked:
+    if asked not in ("", "gpu"):
         raise SystemExit(f"error: LLM_NUMBA_TARGET={asked}: use gpu, simulator or compile")
     from numba import cuda
 
-    return "gpu" if cuda.is_available() else "simulator"
+    if cuda.is_available():
+        return "gpu"
+    if asked:
+        raise SystemExit("error: LLM_NUMBA_TARGET=gpu: no GPU that CUDA can use was found: leave the variable out")
+    return "simulator"
 
 
 TARGET = _choose()

@@ -433,6 +433,14 @@ def test_tiny_shakespeare_is_byte_for_byte_llmcs(tmp_path):
         assert (tmp_path / name).read_bytes() == (SHARED / "data" / name).read_bytes()
 
 
+def test_a_text_is_never_written_over(tmp_path):
+    text = tmp_path / "mine_val.bin"
+    text.write_text(EXCERPT)
+    result = run(REPO / "data/tinyshakespeare.py", "--text", text, "--prefix", "mine", cwd=tmp_path)
+    assert result.returncode == 1 and "--prefix mine would write over the --text that it reads" in result.stderr
+    assert text.read_text() == EXCERPT and list(tmp_path.iterdir()) == [text]
+
+
 def test_the_corpus_that_is_always_there(tmp_path):
     prefix = tmp_path / "pydoc"
     result = run(REPO / "data/pydoc_corpus.py", "--prefix", prefix, cwd=tmp_path)

@@ -248,6 +248,16 @@ def test_a_saved_model_goes_on_where_it_was(case, tmp_path):
     assert loaded.forward(case.x, case.y) == model.forward(case.x, case.y)
 
 
+def test_tokens_that_the_model_does_not_know_are_refused(case):
+    model, V, known = case.model(), case.config.vocab_size, np.zeros((1, 3), np.int32)
+    for token in (-1, V):
+        for batch in ((known + token, known), (known, known + token)):
+            with pytest.raises(ValueError, match=f"this model knows the tokens 0 to {V - 1}, the batch has {token} to {token}"):
+                model.train_step(*batch, 1e-3, 1)
+    with pytest.raises(ValueError, match="a batch of 0 sequences of 3 tokens is empty"):
+        model.train_step(known[:0], known[:0], 1e-3, 1)
+
+
 def test_more_tokens_than_positions_are_refused(case):
     too_long = np.zeros((1, case.config.max_seq_len + 1), np.int32)
     with pytest.raises(ValueError, match=f"max_seq_len, {case.config.max_seq_len}: lower -t"):

@@ -98,6 +98,9 @@ def test_list_names_every_version(capsys):
         (["--seed", "-1"], "--seed -1: a seed is 0 or more"),
         (["--template", "no/folder.py"], "--template no/folder.py: it cannot be written (No such file or directory)"),
         (["--fast"], "unrecognized arguments: --fast"),
+        (["--file", "kernels"], "kernels: no file of text"),
+        (["--list", "--json", "x.json"], "--list runs nothing and writes nothing: leave the other out"),
+        (["--file", __file__, "--json", __file__], "it is the --file that this run reads: name another file"),
     ],
 )
 def test_a_question_that_makes_no_sense_is_answered_in_one_line(capsys, words, told):
@@ -105,6 +108,38 @@ def test_a_question_that_makes_no_sense_is_answered_in_one_line(capsys, words, t
     assert code == 1
     assert told in errors.splitlines()[-1] and "Traceback" not in errors
     assert len(errors.splitlines()) <= 2  # argparse's own begin with how to ask for help
+
+
+@simulator_only
+@pytest.mark.parametrize("where", ["launcher", "kernel"])
+def test_a_file_that_exits_as_it_is_launched_is_no_success(capsys, tmp_path, where):
+    file = tmp_path / "mine.py"
+    kernel = "@cuda.jit\ndef kernel(out):\n    sys.exit(0)\n" if where == "kernel" else ""
+    launcher = f"def gelu_forward(out, inp, *, stream=0):\n    {'kernel[1, 1](out)' if kernel else 'sys.exit(0)'}\n"
+    file.write_text(f"import sys\nfrom kernels.device import cuda\n{kernel}{launcher}")
+    code, _, errors = run(capsys, "--pass", "forward", "--version", "1", "--file", str(file))
+    assert (code, errors) == (1, f"error: {file} exits as it is launched: a launcher returns, a kernel too\n")
+
+
+@simulator_only
+def test_what_a_version_refuses_in_is_printed_as_it_stands(capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from kernels.device import need\ndef gelu_forward(out, inp, *, stream=0): need(False, 'needs [out] and [/i]')")
+    code, output, _ = run(capsys, "--pass", "forward", "--version", "1", "--file", str(file))
+    assert code == 0 and "needs [out] and [/i]" in output, "the other version was right"
+
+
+@simulator_only
+def test_a_switch_takes_zero_or_one(capsys):
+    words = "--pass", "forward", "--version", "1", "-zipf"
+    assert run(capsys, *words, "0", layer="encoder")[0] == 0
+    assert run(capsys, *words, "2", layer="encoder")[2] == "error: -zipf 2: it takes 0 or 1\n"
+
+
+@simulator_only
+def test_where_the_one_version_asked_for_refuses_the_run_has_failed(capsys):
+    code, output, _ = run(capsys, "--pass", "forward", "--version", "3", "--block-size", "48", layer="layernorm")
+    assert code == 1 and "needs a block size that is a multiple of 32, got 48" in output
 
 
 def test_a_block_size_is_refused_by_the_one_version_that_chooses_its_own(capsys, tmp_path):
@@ -389,9 +424,10 @@ def test_picks_are_kept_by_card(tmp_path, monkeypatch):
 
 def test_picks_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(pick, "FILE", tmp_path / "picked.toml")
-    pick.FILE.write_text("[default")
-    with pytest.raises(DataError, match=r"picked.toml cannot be read \(.*\): delete it, and kernels/pick.py writes it"):
-        pick.read_picks()
+    for text in ("[default", "default = 3", "[default]\ngelu_forward = 'x'", "[default]\ngelu_forward = -1"):
+        pick.FILE.write_text(text)
+        with pytest.raises(DataError, match=r"picked.toml cannot be read \(.*\): delete it, and kernels/pick.py writes it"):
+            pick.read_picks()
 
 
 def test_the_picks_that_ship_exist():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kernels.target import TARGET
+
 ROOT = Path(__file__).parent.parent
 STORIES = sorted([*ROOT.glob("kernels/*/forward.py"), *ROOT.glob("kernels/*/backward.py")])  # the files that are not hashed
 
@@ -45,3 +47,19 @@ def test_what_nobody_has_used_for_a_month_is_removed(tmp_path):
     os.utime(folder, (0, 0))  # as old as can be, and used now
     assert cache_folder(tmp_path) == folder and folder.exists()
     assert recent.exists() and not old.exists()
+
+
+@pytest.mark.skipif(TARGET == "gpu", reason="where there is no GPU")
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("gpu", "error: LLM_NUMBA_TARGET=gpu: no GPU that CUDA can use was found: leave the variable out"),
+        ("tpu", "error: LLM_NUMBA_TARGET=tpu: use gpu, simulator or compile"),
+        ("compile", "error: LLM_NUMBA_TARGET=compile runs nothing: `python -m kernels.compile` compiles, or leave the variable out"),
+    ],
+)
+def test_a_target_that_cannot_be_is_answered_in_one_line(target, told):
+    environment = {**os.environ, "LLM_NUMBA_TARGET": target}
+    words = [sys.executable, "kernels/gelu/run.py", "--version", "1"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", told + "\n")

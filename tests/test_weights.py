@@ -144,7 +144,8 @@ def test_the_script_converts_a_local_file(tmp_path):
         (["--file", "model.safetensors", "--heads", "3"], "C 8 and 3 heads are no GPT-2: see --heads"),
         (["--file", "model.safetensors", "--heads", "0"], "--heads 0 is not above 0"),
         (["--file", "model.safetensors", "--out", "none/x.bin"], "error: cannot write none/x.bin"),
-        (["--file", "model.safetensors", "--out", "./model.safetensors"], "--out ./model.safetensors is the --file that it reads"),
+        (["--file", "model.safetensors", "--out", "./model.safetensors"], "--out model.safetensors is the --file that it reads"),
+        (["--file", "model.safetensors", "--out", "model.safetensors/"], "--out model.safetensors is the --file that it reads"),
         (["99M"], "argument size: invalid choice: '99M'"),
     ],
 )
