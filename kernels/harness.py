@@ -136,7 +136,7 @@ def parse(layer: str, ops: list, arguments: list[str]) -> argparse.Namespace:
     if asked.list and (asked.json or asked.plot or asked.template or asked.file):
         stop("--list runs nothing and writes nothing: leave the other out")
     if TARGET == "compile":
-        stop("LLM_NUMBA_TARGET=compile runs nothing: `python -m kernels.compile` compiles, or leave the variable out")
+        stop("LLM_NUMBA_TARGET=compile runs nothing: `python -m kernels.compile` compiles, or leave it out")
     for name, size in asked.shape.items():
         if name in SWITCHES and size not in (0, 1):
             stop(f"-{name} {size}: it takes 0 or 1")

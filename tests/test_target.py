@@ -55,7 +55,7 @@ def test_what_nobody_has_used_for_a_month_is_removed(tmp_path):
     [
         ("gpu", "error: LLM_NUMBA_TARGET=gpu: no GPU that CUDA can use was found: leave the variable out"),
         ("tpu", "error: LLM_NUMBA_TARGET=tpu: use gpu, simulator or compile"),
-        ("compile", "error: LLM_NUMBA_TARGET=compile runs nothing: `python -m kernels.compile` compiles, or leave the variable out"),
+        ("compile", "error: LLM_NUMBA_TARGET=compile runs nothing: `python -m kernels.compile` compiles, or leave it out"),
     ],
 )
 def test_a_target_that_cannot_be_is_answered_in_one_line(target, told):
