@@ -188,7 +188,7 @@ class GPT2:
         if self._buffer is not None and self._most_rows < B * T:  # the old and the new might not fit side by side
             self._activations.clear()
             self.acts = self._buffer = self._gradient_buffer = None
-            self.backend.forget()
+            give_back(self.backend)
         if self._buffer is None:
             self._buffer = self._allocate(padded_size(shapes), "activations")
             self._most_rows = B * T
@@ -400,7 +400,7 @@ class GPT2:
         """Gives the memory back: of the model nothing is left to use."""
         backend = self.backend
         self.__dict__.clear()
-        backend.forget()
+        give_back(backend)
 
     def first_nonfinite(self) -> str:
         """Which tensor of the last step, in the order of computation, is the first to hold a NaN or an infinity: of the
@@ -431,6 +431,12 @@ class GPT2:
     def _set_update(self, learning_rate: float, step: int, grad_scale: float) -> None:
         self._prepare_update()
         self.step_number.host[0], self.learning_rate.host[0], self.grad_scale.host[0] = step, learning_rate, grad_scale
+
+
+def give_back(backend) -> None:
+    """Frees what nobody refers to any more."""
+    gc.collect()  # numba leaves cycles when it compiles, which hold frames of ours, and they what was dropped
+    backend.forget()
 
 
 def random_parameters(config: GPT2Config, seed: int) -> np.ndarray:
@@ -491,8 +497,7 @@ class CpuBackend:
     def run(self, key: tuple, work: Callable[[], None]) -> None:
         work()
 
-    def forget(self) -> None:
-        gc.collect()  # numba leaves cycles when it compiles, which hold frames of ours, and they what was dropped
+    def forget(self) -> None: ...
 
 
 def make_backend(device: str, **options):

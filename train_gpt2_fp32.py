@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from data.files import DataError, end_by_ctrl_c, flush_output, heed_ctrl_c
+from data.files import DataError, end_by_ctrl_c, flush_output, heed_ctrl_c, is_one_of
 
 # numba and all that needs it are imported further down, so that the first line stands there at once.
 
@@ -279,7 +279,7 @@ class Logger:
 
     def __init__(self, path: str | None, inputs: tuple = ()):
         self.path = path
-        if path and os.path.exists(path) and any(os.path.exists(file) and os.path.samefile(path, file) for file in inputs):
+        if path and is_one_of(path, inputs):
             raise DataError(f"-o {path}: it is what this run reads: name another file")
         with self.naming_it():
             self.file = path and open(path, "w", buffering=1)

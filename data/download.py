@@ -41,11 +41,11 @@ def download(
     part = path.with_name(path.name + ".part")
     otherwise = f", or {instead}" if instead else ""
     try:
-        part.open("ab").close()
+        file = open(part, "ab")
     except OSError as error:
         raise DataError(f"cannot write {shown(part)} ({error.strerror}): make its folder writable{otherwise}") from None
     try:
-        with open(part, "ab") as file:
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two that append to one file would spoil it
             with progress_bar(path.name, quiet) as advance:
                 fetch_rest(url, file, limit, stall, advance)

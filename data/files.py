@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn, TextIO
@@ -96,6 +96,11 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def is_one_of(path: str | Path, files: Iterable[str | Path]) -> bool:
+    """Whether path is one of these files, under whatever name: what is read must not be written over."""
+    return os.path.exists(path) and any(os.path.exists(file) and os.path.samefile(path, file) for file in files)
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -8,7 +8,6 @@ The published file (safetensors) keeps a tensor a layer and matrices as (in, out
 layers and keeps matrices as (out, in), and pads the vocabulary with rows of zeros to a multiple of 128.
 """
 
-import os
 import re
 import signal
 import sys
@@ -24,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from data.checkpoint import GPT2Config, parameter_shapes, write_checkpoint
 from data.download import download, positive_seconds
-from data.files import DATA_FOLDER, Arguments, DataError, run_script, shown
+from data.files import DATA_FOLDER, Arguments, DataError, is_one_of, run_script, shown
 
 REPOSITORIES = {"124M": "gpt2", "355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
 URL = "https://huggingface.co/openai-community/{}/resolve/main/model.safetensors"
@@ -151,7 +150,7 @@ def main() -> None:
     if args.out is None and size is None:
         parser.error(f"{source} is no published size: say with --out where to write it")
     path = Path(args.out) if args.out is not None else DATA_FOLDER.parent / f"gpt2_{size}.bin"
-    if os.path.exists(path) and os.path.samefile(source, path):
+    if is_one_of(path, [source]):
         parser.error(f"--out {path} is the --file that it reads: name another")
     convert(source, path, config)
     if args.file is None:

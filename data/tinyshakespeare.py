@@ -6,7 +6,6 @@
 writes data/tiny_shakespeare_train.bin and _val.bin: 305,260 and 32,768 tokens.
 """
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ if __name__ == "__main__":
 
 from data import corpus
 from data.download import download, positive_seconds
-from data.files import Arguments, DataError, run_script, shown
+from data.files import Arguments, DataError, is_one_of, run_script, shown
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -56,7 +55,7 @@ def main() -> None:
     if args.text is None:
         fetch(args.time_limit)
     text, files = TEXT_FILE if args.text is None else args.text, corpus.token_files(args.prefix)
-    if any(file.exists() and os.path.exists(text) and file.samefile(text) for file in files):
+    if is_one_of(text, files):
         parser.error(f"--prefix {args.prefix} would write over the --text that it reads: name another")
     counts = prepare_text(text, args.prefix)
     for path, count in zip(files, counts, strict=True):

@@ -133,7 +133,7 @@ def measure_steps(prefix: str, results: dict, steps: int = 40) -> None:
                 ]
             model.close()
             save(results)
-    without["commit"] = results["steps commit"] = commit()
+    without["commit"] = commit()
     try:
         import torch
     except ImportError:

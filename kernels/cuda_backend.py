@@ -9,7 +9,6 @@ What nobody waits for, the weights' gradients, runs aside, on a second stream: t
 one kernel leave idle take the first ones of another. In a graph that is a branch.
 """
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -150,5 +149,4 @@ class CudaBackend:
         self.graphs.clear()
         self.warm.clear()
         free_scratch()
-        gc.collect()  # numba leaves cycles when it compiles, which hold frames of ours, and they what was dropped
         cuda.current_context().memory_manager.deallocations.clear()  # numba lets up to a fifth of the card's memory wait

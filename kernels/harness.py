@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from data.files import DataError, end_by_ctrl_c, flush_output, heed_ctrl_c, shown, write_text
+from data.files import DataError, end_by_ctrl_c, flush_output, heed_ctrl_c, is_one_of, shown, write_text
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 SIZES = {
@@ -120,8 +120,7 @@ def parse(layer: str, ops: list, arguments: list[str]) -> argparse.Namespace:
     )
     names = list(dict.fromkeys(name for op in ops for name in op.shape))
     for name in names + [name for name in "BT" if "N" in names and name not in names]:
-        meaning = SIZES[name] if name in SIZES else SWITCHES[name]
-        shape.add_argument(f"-{name}", type=int, dest=f"shape_{name}", metavar="N", help=meaning)
+        shape.add_argument(f"-{name}", type=int, dest=f"shape_{name}", metavar="N", help=(SIZES | SWITCHES)[name])
     asked = parser.parse_args(arguments)
     asked.shape = {
         n.removeprefix("shape_"): v for n, v in vars(asked).items() if n.startswith("shape_") and v is not None
@@ -131,7 +130,7 @@ def parse(layer: str, ops: list, arguments: list[str]) -> argparse.Namespace:
             stop(f"--{name}: name a file")
     for name in ("json", "plot"):
         written = getattr(asked, name)
-        if asked.file and written and Path(written).exists() and Path(written).samefile(asked.file):
+        if asked.file and written and is_one_of(written, [asked.file]):
             stop(f"--{name} {written}: it is the --file that this run reads: name another file")
     if asked.list and (asked.json or asked.plot or asked.template or asked.file):
         stop("--list runs nothing and writes nothing: leave the other out")
@@ -316,8 +315,9 @@ def in_one_line(error: Exception) -> str:
     """Numba's errors fill a screen. What matters is where in the kernel it is, and the sentence. Where the text names no
     place, it is the last line that ran of a layer's file or a learner's."""
     text = str(error)
-    ran = [(frame.f_globals["__name__"], frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    if any(module.endswith(".core.caching") for module, *_ in ran[-4:]):  # numba's; a power cut may leave a damaged file there
+    frames = [(frame.f_globals, frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    ran = [(names.get("__name__", ""), file, line) for names, file, line in frames]  # code that was given to exec has no name
+    if any(module.endswith(".core.caching") for module, *_ in ran):  # numba's; a power cut may leave a damaged file there
         folder = os.environ.get("NUMBA_CACHE_DIR")  # which kernels.target has set
         if isinstance(error, OSError):
             return f"{folder}, where compiled code is kept: {error.strerror}: make room, or set XDG_CACHE_HOME to another folder"

@@ -234,7 +234,7 @@ def test_a_nan_shows_in_every_row_that_sees_it(number, part):
 
 
 @simulated
-@pytest.mark.parametrize("number", [4, 5, 6, 7])
+@pytest.mark.parametrize("number", [4, 5, 6, 7, 8])
 @pytest.mark.parametrize("name", ["dout", "qkv"])
 def test_a_nan_shows_in_the_gradients(number, name):
     problem = Problem.of(attention_backward, {"B": 1, "T": 5, "NH": 1, "hs": 64})

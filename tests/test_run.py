@@ -314,6 +314,18 @@ def kernel(out, inp):
     assert line.startswith("mine.py:19: Untyped global name 'flot32'") and "\n" not in line
 
 
+def test_what_fails_below_numbas_cache_names_its_folder(monkeypatch):
+    """A file of compiled code that is damaged inside is found out deep in LLVM."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/folder")
+    deep = {}
+    exec("def fail(depth): fail(depth - 1) if depth else int('bitcode')", deep)
+    cache = {"__name__": "numba.core.caching", "fail": deep["fail"]}
+    exec("def load(): fail(9)", cache)
+    with pytest.raises(ValueError) as error:
+        cache["load"]()
+    assert harness.in_one_line(error.value).startswith("/folder has a damaged file of compiled code (invalid literal")
+
+
 def test_a_repeatable_version_is_picked_unless_it_costs_more_than_five_percent_and_fifty_microseconds():
     assert pick.choose({1: 10.0, 2: 5.0, 3: 7.0}, repeatable={1, 2, 3}) == 2
     assert pick.choose({1: 900.0, 2: 5.0, 3: 54.0}, repeatable={1, 3}) == 3

@@ -64,23 +64,22 @@ def losses(lines: str) -> list[float]:
 
 
 def assert_logged(lines, kind, steps, printed):
-    """The log has four digits of what was printed with six: rounded once, where rounding those would round twice."""
-    found = [re.fullmatch(rf"s:(\d+) {kind}:(\d+\.\d{{4}})", line.rstrip("\n")).groups() for line in lines]
-    assert [int(step) for step, _ in found] == list(steps)
-    assert np.abs(np.subtract([float(loss) for _, loss in found], printed)).max() < 0.51e-4
+    """The log has four digits of a loss that was printed with six, so each line is the rounding of a number that prints so."""
+    for line, step, loss in zip(lines, steps, printed, strict=True):
+        assert line.rstrip("\n") in {f"s:{step} {kind}:{near:.4f}" for near in (loss - 5e-7, loss, loss + 5e-7)}
 
 
 def test_a_d2_model_learns_real_text(corpus, tmp_path):
     log = tmp_path / "d2.log"
-    flags = ["-b", 2, "-t", 32, "-x", 20, "-l", 2e-3, "-v", 20, "-m", 4, "-g", 8, "-o", log]
+    flags = ["-b", 4, "-t", 32, "-x", 20, "-l", 2e-3, "-v", 20, "-m", 4, "-g", 8, "-o", log]
     done = run("-i", corpus, "-e", "d2", "--device", "cpu", *flags)
     assert done.returncode == 0, done.stderr
     train = losses(done.stdout)
     assert len(train) == 20
-    assert abs(train[0] - np.log(50257)) < 0.6  # a fresh model holds all tokens for about as likely, that of the input for more
     assert np.mean(train[-3:]) < 8.5
     first, last = (float(loss) for loss in re.findall(r"^val loss (\S+)", done.stdout, re.M))
-    assert last < first - 1  # by how much depends on the text, which comes with Python
+    assert abs(first - np.log(50257)) < 0.2  # a fresh model holds every token for about as likely
+    assert last < first - 2
     written = log.read_text().splitlines()
     assert_logged(written[1:-1], "trl", range(20), train)
     assert_logged([written[0], written[-1]], "tel", [0, 20], [first, last])

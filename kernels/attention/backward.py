@@ -23,7 +23,7 @@ import numpy as np
 import cpu_reference
 from kernels.attention import tiles_fp32 as fp32
 from kernels.attention import wgmma as hopper
-from kernels.attention.forward import LARGE, ODD, any_head_size, sizes_of, split_qkv
+from kernels.attention.forward import LARGE, ODD, sizes_of, split_qkv
 from kernels.attention.matmul import TILE, batched_matmul, join_heads, split_heads
 from kernels.attention.tiles import (
     LOG2E,
@@ -31,6 +31,7 @@ from kernels.attention.tiles import (
     add_columns_product,
     add_rows_product,
     add_rows_product_kept,
+    any_head_size,
     clear,
     head_size,
     keep_rows,

@@ -28,6 +28,7 @@ from kernels.attention.tiles import (
     THREADS,
     add_columns_product,
     add_rows_product,
+    any_head_size,
     clear,
     head_size,
     load_rows,
@@ -50,7 +51,6 @@ from kernels.device import (
     int32,
     int64,
     keep_compiled,
-    need,
     scratch,
 )
 from kernels.matmul.wgmma import fence_async, missing
@@ -83,12 +83,6 @@ attention_forward = Op(
 )
 
 LN2 = float32(math.log(2))
-
-
-def any_head_size(C: int, NH: int) -> int:
-    """The channels of a head, where any number will do."""
-    need(C % NH == 0, f"needs channels that its heads can share evenly, got {C} channels in {NH} heads")
-    return C // NH
 
 
 # Version 1 ------------------------------------------------------------------------------------------------------------

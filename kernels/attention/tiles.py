@@ -23,6 +23,12 @@ HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 THREADS = 128  # four warps, one beside the other on the tile's rows
 
 
+def any_head_size(C: int, NH: int) -> int:
+    """The channels of a head, where any number will do."""
+    need(C % NH == 0, f"needs channels that its heads can share evenly, got {C} channels in {NH} heads")
+    return C // NH
+
+
 def head_size(C: int, NH: int) -> int:
     """The channels of a head; ShapeError if there is no kernel for so many."""
     need(C % NH == 0 and C // NH in HEAD_SIZES, f"needs a head size among {HEAD_SIZES}, got {C} channels in {NH} heads")

@@ -43,7 +43,7 @@ def check_head_size(hs: int) -> None:
 @ptx("add.u32 $0, $1, 0x1000;", returns=TF32, takes=(TF32,), pure=True)
 def round_finite(x):
     """A finite x rounded to TF32, ties away from zero, if the reader ignores the low 13 bits as wgmma does: half a unit is added,
-    nothing cut off. (A NaN would become zero; it is not lost, since keys and values that are only cut off keep theirs.)"""
+    nothing cut off. (A NaN would become zero: one in a value passes the forward pass unseen, and shows in the gradients.)"""
     return (np.float32(x).view(np.uint32) + np.uint32(0x1000)).view(np.float32)
 
 
