@@ -69,7 +69,8 @@ FLAGS = {
     "-e": Flag(None, "<string> a checkpoint, or random weights of a size: d2, d4, d6, d12, d24, d36, d48\n"
                "              (default = gpt2_124M.bin where that file is, else d12)"),
     "-x": Flag(None, "<int>    stop after so many steps (default = one epoch, on the CPU 40)", int, least=1),
-    "-f": Flag(1, "<int>    1 lets matrix products round to TF32, 0 keeps them float32 (default = 1)", int, choices=(0, 1)),
+    "-f": Flag(1, "<int>    matrix products: 1 rounds to TF32, 0 is float32 arithmetic, 3 makes three products of TF32\n"
+               "              for each, with float32's digits (default = 1)", int, choices=(0, 1, 3)),
     "-r": Flag(0, "<int>    1 recomputes GELU in the backward pass, to save memory (default = 0)", int, choices=(0, 1)),
     "--device": Flag("auto", "<string> cuda, cpu, or auto: the GPU where there is one (default = auto)",
                      choices=("auto", "cuda", "cpu")),
@@ -111,11 +112,11 @@ def read_flags(words: list[str]) -> dict:
     return args
 
 
-def read_kernels(words: tuple[str, ...], device: str, tf32: bool) -> dict[str, int]:
+def read_kernels(words: tuple[str, ...], device: str, tf32: int) -> dict[str, int]:
     """From layernorm_forward=3 and so on: the version of each op that was asked for. Raises DataError."""
     if not words:
         return {}
-    from kernels.op import load_all
+    from kernels.op import PRECISIONS, load_all
 
     ops, kernels = load_all(), {}
     for word in words:
@@ -129,8 +130,8 @@ def read_kernels(words: tuple[str, ...], device: str, tf32: bool) -> dict[str, i
             raise DataError(f"--kernel {word}: kernels run on a GPU, on the CPU each layer has one version: leave it out")
         if reason := version.why_not():
             raise DataError(f"--kernel {word}: it {reason}")
-        if version.precision == "tf32" and not tf32:
-            raise DataError(f"--kernel {word}: it computes in TF32, which -f 0 rules out")
+        if version.precision not in PRECISIONS[tf32]:
+            raise DataError(f"--kernel {word}: it computes in TF32, which -f {tf32} rules out")
         kernels[name] = version.number
     return kernels
 
@@ -237,12 +238,13 @@ def show_products(ops) -> None:
         row("cuBLAS", missing())
 
 
-def has_tf32(device: str) -> bool:
+def products_of_tf32(asked: int, device: str) -> int:
+    """How many make one matrix product: as many as asked for, where there is TF32."""
     if device == "cpu":
-        return False
+        return 0
     from kernels.device import compute_capability
 
-    return compute_capability() >= (8, 0)
+    return asked if compute_capability() >= (8, 0) else 0
 
 
 def starting_weights(asked: str | None) -> str:
@@ -268,7 +270,7 @@ def check(args: dict, weights: str) -> int:
             raise DataError(f"{flag} {args[flag]} is above the model's max_seq_len of {longest}: lower {flag}")
     if args["--device"] == "cuda" or args["--kernel"] or args["--profile"]:  # these alone need numba, which takes its time
         device = pick_device(args["--device"])
-        read_kernels(args["--kernel"], device, bool(args["-f"]) and has_tf32(device))
+        read_kernels(args["--kernel"], device, products_of_tf32(args["-f"], device))
         if args["--profile"] and device == "cpu":
             raise DataError("--profile times kernels on a GPU: leave it out on the CPU")
     return longest
@@ -333,10 +335,10 @@ def train(args: dict) -> None:
     print(RULE)
 
     # set up the device
-    tf32 = bool(args["-f"]) and has_tf32(device)
+    tf32 = products_of_tf32(args["-f"], device)
     kernels = read_kernels(args["--kernel"], device, tf32)
     row("device", set_up(device))
-    row("TF32", "enabled" if tf32 else "disabled")
+    row("TF32", {0: "disabled", 1: "enabled", 3: "three products for each of float32"}[tf32])
     print(RULE, flush=True)
 
     # build the GPT-2 model, from a checkpoint or from random weights

@@ -40,6 +40,8 @@ APART = {  # measured once, on an H200, and not by kernels/bench.py
 
 
 def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
+    from kernels.op import PRECISION_NAMES
+
     rows = [row for row in results["rows"] if row["op"] == op]
     if not rows:
         return [f"*{op} has not been measured yet.*"]
@@ -58,7 +60,7 @@ def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
         rate = f"{row['tflops']:.1f}" if row["tflops"] else f"{row['gbps']:,.0f}"
         gain = f"{first / row['us']:.1f}x" if first else ""
         number = f"**{row['version']}**" if row["us"] == fastest else f"{row['version']}"
-        what = row["description"] + (" (TF32)" if row["precision"] == "tf32" else "")
+        what = row["description"] + f" ({PRECISION_NAMES[row['precision']]})" * (row["precision"] != "fp32")
         lines.append(f"| {number} | {what} | {row['us']:,.1f} | {rate} | {row['of_roofline']:.0%} | {gain} |")
     if only:
         return lines

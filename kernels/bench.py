@@ -98,7 +98,16 @@ def _short(row) -> str:
 # ---- the training step ----
 
 
-STEPS = {"llm.numba": {}, "llm.numba, no TF32 (-f 0)": {"tf32": False}}
+STEPS = {
+    "llm.numba": {},
+    "llm.numba, three products of TF32 for one (-f 3)": {"tf32": 3},
+    "llm.numba, no TF32 (-f 0)": {"tf32": 0},
+}
+TORCH_STEPS = {
+    "PyTorch eager": {},
+    "PyTorch torch.compile": {"compiled": True},
+    "PyTorch torch.compile, no TF32": {"compiled": True, "tf32": False},
+}
 WITHOUT = {  # what each idea brings: the step without it
     "as it is": {},
     "nothing aside": {"overlap": False},
@@ -139,8 +148,8 @@ def measure_steps(prefix: str, results: dict, steps: int = 40) -> None:
     except ImportError:
         print("torch is not installed: PyTorch's step was not measured")
         return
-    for name, compiled in {"PyTorch eager": False, "PyTorch torch.compile": True}.items():
-        step = TorchStep(random_parameters_of("d12"), compiled)
+    for name, options in TORCH_STEPS.items():
+        step = TorchStep(random_parameters_of("d12"), **options)
         loader = DataLoader(f"{prefix}_train.bin", B, T)
         found[name] = median_ms(lambda: step(*loader.next_batch()), steps)  # noqa: B023
         print(f"{name} {torch.__version__}: {found[name]:.2f} ms", flush=True)
@@ -202,8 +211,8 @@ class TorchStep:
 def compare_losses(prefix: str, results: dict, steps: int = 74) -> None:
     """The same weights and batches through PyTorch and through us: the worst relative difference of a step's loss."""
     found = results.setdefault("losses", {})
-    for tf32 in (True, False):
-        torch_step = TorchStep(random_parameters_of("d12"), tf32=tf32)
+    for tf32, name in {1: "TF32", 3: "3 x TF32", 0: "fp32"}.items():
+        torch_step = TorchStep(random_parameters_of("d12"), tf32=tf32 == 1)
         model = GPT2.random("d12", "cuda", report=lambda line: None, tf32=tf32)
         loader = DataLoader(f"{prefix}_train.bin", B, T)
         theirs, ours = [], []
@@ -212,7 +221,6 @@ def compare_losses(prefix: str, results: dict, steps: int = 74) -> None:
             theirs.append(torch_step(*batch))
             ours.append(model.train_step(*batch, 3e-4, step))
         worst = max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
-        name = "TF32" if tf32 else "fp32"
         found[name] = {"ours": ours, "theirs": theirs, "worst": worst, "commit": commit()}
         print(f"{name}: the losses of {steps} steps differ by at most {worst:.2e}; the last: {ours[-1]:.4f}, {theirs[-1]:.4f}")
         model.close()

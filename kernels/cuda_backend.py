@@ -22,12 +22,12 @@ from model import Staged
 
 
 class CudaBackend:
-    """kernels: op name -> version number, before what was picked for this card. tf32=False keeps every product in fp32.
-    graph=False launches every kernel from Python, every time. fused=False uses the simple ops in place of fused ones.
-    overlap=False runs all of a step in order, nothing aside."""
+    """kernels: op name -> version number, before what was picked for this card. tf32: how many products of TF32 make one
+    product: 0 keeps them all in fp32 arithmetic, 3 gives its digits. graph=False launches every kernel from Python, every
+    time. fused=False uses the simple ops in place of fused ones. overlap=False runs all of a step in order, nothing aside."""
 
     def __init__(
-        self, kernels: dict[str, int] | None = None, tf32: bool = True, graph: bool = True, fused: bool = True,
+        self, kernels: dict[str, int] | None = None, tf32: int = 1, graph: bool = True, fused: bool = True,
         overlap: bool = True,
     ):  # fmt: skip
         from cuda.core import Device, StreamOptions
@@ -44,7 +44,7 @@ class CudaBackend:
         self.graphs: dict[tuple, object] = {}
         self.warm: set[tuple] = set()
         self.progress = None
-        picks = {**picks_for_this_card(), **(kernels or {})}
+        picks = {**picks_for_this_card(tf32), **(kernels or {})}
         self.picked = Picked(picks, stream=self.stream, tf32=tf32, watch=self._compiling)
         self.ops = self.picked if fused else Unfused(self.picked)
 

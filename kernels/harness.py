@@ -212,6 +212,7 @@ def shape_of(op, asked: dict) -> dict:
 def print_table(op, shape: dict, rows: list) -> None:
     from kernels.device import SIMULATE
     from kernels.ladder import card
+    from kernels.op import PRECISION_NAMES
 
     console = Console(highlight=False, width=None if sys.stdout and sys.stdout.isatty() else 150)
     sizes = ", ".join(f"{name} = {size}" for name, size in shape.items())
@@ -239,7 +240,8 @@ def print_table(op, shape: dict, rows: list) -> None:
     first = rows[0].us
     for row in rows:
         name = str(row.block_size) if swept else "yours" if row.version == YOURS else str(row.version)
-        cells = [name, escape(row.description) + (" [dim](TF32)[/dim]" if row.precision == "tf32" else "")]
+        precision = PRECISION_NAMES[row.precision]
+        cells = [name, escape(row.description) + f" [dim]({precision})[/dim]" * bool(precision)]
         cells.append(f"[yellow]{escape(row.refused)}[/yellow]" if row.refused else verdict(row))
         if timed and row.us is not None:
             rate = f"{row.tflops:.1f}" if op.flops else f"{row.gbps:.0f}"
@@ -262,15 +264,14 @@ def verdict(row) -> str:
 
 
 def list_versions(ops: list) -> None:
+    from kernels.op import PRECISION_NAMES
+
     console = Console(highlight=False)
     for op in ops:
         console.print(f"[bold]{op.name}[/bold]({', '.join(op.arguments)})", soft_wrap=True)
         for version in op.versions.values():
-            notes = (
-                [] if version.precision == "fp32" else [{"tf32": "TF32", "either": "fp32 or TF32"}[version.precision]]
-            )
-            notes += [] if version.repeatable else ["not repeatable to the bit"]
-            note = f" [dim]({', '.join(notes)})[/dim]" if notes else ""
+            notes = [PRECISION_NAMES[version.precision], "" if version.repeatable else "not repeatable to the bit"]
+            note = f" [dim]({', '.join(filter(None, notes))})[/dim]" * any(notes)
             console.print(f"  {version.number:3}  {escape(version.description)}{note}", soft_wrap=True)
 
 

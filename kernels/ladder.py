@@ -122,7 +122,8 @@ def _time(version: Version, problem: Problem, options: dict, row: Row, repeats: 
     seconds = op.bytes_moved(**shape) / roofline()["bandwidth"]
     if op.flops:
         row.tflops = op.flops(**shape) / times.median / 1e6
-        seconds = max(seconds, op.flops(**shape) / roofline()[row.precision])
+        peak = roofline()["tf32"] / 3 if row.precision == "3xtf32" else roofline()[row.precision]
+        seconds = max(seconds, op.flops(**shape) / peak)
     row.of_roofline = 1e6 * seconds / times.median
 
 
@@ -207,11 +208,9 @@ def roofline() -> dict[str, float]:
 
 
 def _measure_tf32(n: int = 8192) -> float:
-    from kernels.op import OPS, of_layer
+    from kernels.op import Picked
 
-    of_layer("matmul", "forward")
-    product = OPS["matmul_forward"].versions
-    best = product[0] if not product[0].why_not() else product[max(product)]
+    best = Picked({}).ladder("matmul_forward")[0]
     arguments = Problem.untrue(best.op, {"N": n, "C": n, "OC": n}).on_device()
     options = {"tf32": True} if best.precision == "either" else {}
     return 2 * n**3 / (1e-6 * time_launches(lambda: best(*arguments.values(), **options), 10).median)

@@ -24,6 +24,12 @@ from kernels.device import ShapeError, compute_capability
 
 OPS: dict[str, "Op"] = {}
 FOLDER = Path(__file__).parent
+PRECISIONS = {  # how many products of TF32 may make one product -> the precisions of versions that do that
+    0: ("fp32", "either"),
+    1: ("fp32", "either", "tf32", "3xtf32"),
+    3: ("fp32", "either", "3xtf32"),
+}
+PRECISION_NAMES = {"fp32": "", "tf32": "TF32", "3xtf32": "3 x TF32", "either": "fp32 or TF32"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Version:
     number: int
     description: str
     launcher: Callable
-    precision: str = "fp32"  # "fp32", "tf32", or "either": the launcher takes tf32=True or False
+    precision: str = "fp32"  # "tf32"; "3xtf32", fp32's digits out of TF32; or "either": the launcher takes tf32=True or False
     repeatable: bool = True  # bit for bit, run after run; False where the order of atomics decides
     needs_cc: tuple[int, int] = (7, 5)  # the compute capability that its instructions need
     needs: Callable[[], str | None] = lambda: None  # a library that has to be there: a sentence where it is missing
@@ -42,7 +48,7 @@ class Version:
 
     @property
     def tolerance(self) -> float:
-        return self.op.tolerance if self.precision == "fp32" else max(self.op.tolerance, 2e-3)
+        return max(self.op.tolerance, 2e-3) if self.precision in ("tf32", "either") else self.op.tolerance
 
     @property
     def file(self) -> Path:
@@ -137,10 +143,10 @@ class Picked:
     """The picked version of every op as a namespace: `ops.gelu_forward(out, inp)`, like the module cpu_reference.
 
     picks: op name -> version number. Where a version refuses a shape or cannot run here, a library's takes its place, version
-    0, and else the next one down the ladder.
+    0, and else the next one down the ladder. tf32: how many products of TF32 make one product: 0, 1, or 3 for fp32's digits.
     """
 
-    def __init__(self, picks: dict[str, int], *, stream=0, tf32: bool = True, watch: Callable = lambda name: None):
+    def __init__(self, picks: dict[str, int], *, stream=0, tf32: int = 1, watch: Callable = lambda name: None):
         self.picks, self.stream, self.tf32, self.watch = picks, stream, tf32, watch  # watch hears of each op's first call
         load_all()
 
@@ -151,15 +157,15 @@ class Picked:
     def ladder(self, name: str) -> list[Version]:
         """The versions of an op in the order in which they are tried."""
         op = OPS[name]
-        allowed = [v for v in op.versions.values() if (self.tf32 or v.precision != "tf32") and not v.why_not()]
-        first = self.picks.get(name)
-        return sorted(allowed, key=lambda v: (v.number != first, v.number != 0, -v.number))
+        allowed = [v for v in op.versions.values() if v.precision in PRECISIONS[self.tf32] and not v.why_not()]
+        first, late = self.picks.get(name), self.tf32 != 3  # nobody who is content with one product takes three
+        return sorted(allowed, key=lambda v: (v.number != first, (v.precision == "3xtf32") == late, v.number != 0, -v.number))
 
     def __getattr__(self, name: str) -> Callable:
         if name not in OPS:
             raise AttributeError(f"no op is called {name}; there are {', '.join(sorted(OPS))}")
         self.watch(name)
-        ladder = [(v, {"tf32": self.tf32} if v.precision == "either" else {}) for v in self.ladder(name)]
+        ladder = [(v, {"tf32": self.tf32 == 1} if v.precision == "either" else {}) for v in self.ladder(name)]
 
         def launch(*args) -> Version:
             """Returns the version that took the call."""

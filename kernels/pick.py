@@ -41,12 +41,16 @@ def read_picks() -> dict[str, dict[str, int]]:
         raise DataError(f"{shown(FILE)} cannot be read ({error}): delete it, and kernels/pick.py writes it") from None
 
 
-def picks_for_this_card() -> dict[str, int]:
-    """op -> version, for the card that is here."""
+def picks_for_this_card(tf32: int = 1) -> dict[str, int]:
+    """op -> version, for the card that is here. The table is one of single products: with tf32 = 3 it says nothing of an op that
+    can take three products of TF32 for one."""
     from kernels.device import card_name
+    from kernels.op import load_all
 
-    tables = read_picks()
-    return {**tables.get("default", {}), **tables.get(card_name(), {})}
+    tables, ops = read_picks(), load_all()
+    splits = {name for name, op in ops.items() if any(v.precision == "3xtf32" for v in op.versions.values())}
+    picks = {**tables.get("default", {}), **tables.get(card_name(), {})}
+    return {name: number for name, number in picks.items() if tf32 != 3 or name not in splits}
 
 
 def write_picks(tables: dict[str, dict[str, int]]) -> None:

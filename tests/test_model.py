@@ -23,10 +23,11 @@ BACKENDS = {
     "cpu": (FP32, {"device": "cpu"}),
     "cpu-recompute": (FP32, {"device": "cpu", "recompute": True}),
     "cuda": (TF32, {"device": "cuda"}),
-    "cuda-fp32": (FP32, {"device": "cuda", "tf32": False}),
-    "cuda-fp32-recompute": (FP32, {"device": "cuda", "tf32": False, "recompute": True}),
-    "cuda-fp32-unfused": (FP32, {"device": "cuda", "tf32": False, "fused": False}),
-    "cuda-fp32-no-graph": (FP32, {"device": "cuda", "tf32": False, "graph": False}),
+    "cuda-3xtf32": (FP32, {"device": "cuda", "tf32": 3}),
+    "cuda-fp32": (FP32, {"device": "cuda", "tf32": 0}),
+    "cuda-fp32-recompute": (FP32, {"device": "cuda", "tf32": 0, "recompute": True}),
+    "cuda-fp32-unfused": (FP32, {"device": "cuda", "tf32": 0, "fused": False}),
+    "cuda-fp32-no-graph": (FP32, {"device": "cuda", "tf32": 0, "graph": False}),
 }
 
 

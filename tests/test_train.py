@@ -23,6 +23,7 @@ from data.tokenizer import decode
 from kernels import cublas
 from kernels.check import Problem, is_right, relative_error
 from kernels.op import OPS, Picked, load_all
+from kernels.pick import picks_for_this_card
 from model import GPT2, random_parameters
 from train_gpt2_fp32 import FLAGS, Xorshift, compile_sample_softmax, read_flags, show_products, train
 
@@ -443,19 +444,31 @@ def no_nvmath(tmp_path, monkeypatch):
     cublas.missing.cache_clear()
 
 
-def best_of_ours(name: str) -> int:
-    return max(number for number, version in OPS[name].versions.items() if not version.chooses)
+def best_of_ours(name: str, *precisions: str) -> int:
+    numbered = OPS[name].versions.items()
+    return max(number for number, version in numbered if not version.chooses and version.precision in precisions)
 
 
 def test_without_cublas_our_own_products_take_over_and_the_table_says_so(no_nvmath, capsys):
     picked = Picked({name: 0 for name, op in load_all().items() if 0 in op.versions})
     for name in picked.picks:
-        assert picked.ladder(name)[0].number == best_of_ours(name)
+        assert picked.ladder(name)[0].number == best_of_ours(name, "fp32", "tf32")
     show_products(picked)
     printed = capsys.readouterr().out
-    best = best_of_ours("matmul_forward")
+    best = best_of_ours("matmul_forward", "tf32")
     assert printed.startswith(f"| matrix products       | version {best}: ")
     assert "\n| cuBLAS                | needs nvmath-python and cuBLAS: pip install" in printed
+
+
+@pytest.mark.parametrize("name", ["matmul_forward", "matmul_backward_input", "matmul_backward_weight"])
+def test_the_letter_f_decides_what_a_product_is_made_of(name):
+    def precisions(tf32):
+        return [version.precision for version in Picked(picks_for_this_card(tf32), tf32=tf32).ladder(name)]
+
+    assert not {"tf32", "3xtf32"} & set(precisions(0))
+    assert precisions(1)[-1] == "3xtf32" and "tf32" in precisions(1)
+    assert precisions(3)[0] == "3xtf32" and "tf32" not in precisions(3)
+    assert Picked({name: 8}, tf32=3).ladder(name)[0].number == 8  # who asks for another gets it
 
 
 @pytest.mark.skipif("simulator" not in os.environ["LLM_NUMBA_TARGET"], reason="run with LLM_NUMBA_TARGET=simulator")
@@ -551,10 +564,12 @@ def test_it_trains_with_its_output_closed(tiny, tmp_path):
 @pytest.mark.gpu
 def test_on_the_gpu_it_learns_as_on_the_cpu(corpus):
     flags = ["-i", corpus, "-e", "d4", "-t", 64, "-x", 20, "-v", 20, "-m", 4, "-g", 8]
-    on_cpu, on_gpu, in_fp32 = (losses(run(*flags, *more).stdout) for more in (["--device", "cpu"], [], ["-f", 0]))
+    more = ["--device", "cpu"], [], ["-f", 0], ["-f", 3]
+    on_cpu, on_gpu, in_fp32, in_three = (losses(run(*flags, *words).stdout) for words in more)
     np.testing.assert_allclose(on_gpu[0], on_cpu[0], rtol=1e-3)
     np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-2)
     np.testing.assert_allclose(in_fp32, on_cpu, rtol=1e-3)
+    np.testing.assert_allclose(in_three, on_cpu, rtol=1e-3)
     assert on_gpu[-1] < on_gpu[0] - 0.5
 
 

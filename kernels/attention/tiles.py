@@ -15,7 +15,7 @@ import math
 
 from kernels.device import FULL_MASK, cuda, float32, int32, load4, mma_tf32, need, store4
 from kernels.intrinsics import cp_async16_zfill
-from kernels.matmul.engine import round_tf32
+from kernels.matmul.cores import round_tf32
 
 LOG2E = math.log2(math.e)
 MASKED = float32(-1e30)  # a score that must not count: finite, so that nothing becomes inf - inf

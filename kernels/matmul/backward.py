@@ -11,6 +11,8 @@ version 10: the engine in TF32 on the tensor cores (11 where an epilogue is fuse
 version 12: wgmma; what it wants the other way round is transposed first, the smaller operand
 version 13: wgmma fed by TMA, the same transposed first
 version 14: version 13 or cuBLASLt, what is faster at the shape
+version 15: the engine with three products of TF32 for each, which give the digits of fp32
+version 16: the same with wgmma and TMA
 """
 
 import numpy as np
@@ -20,6 +22,7 @@ from kernels import cublas
 from kernels.device import ceil_div, cuda, float32, need, scratch
 from kernels.gelu.backward import gelu_backward
 from kernels.matmul import engine, tma, wgmma
+from kernels.matmul.epilogue import ADD, SLOPE, STORE
 from kernels.matmul.faster import faster_of, missing
 from kernels.matmul.forward import (
     ATTPROJ,
@@ -140,7 +143,7 @@ def matmul_backward_input1(dinp, dout, weight, *, stream=0):
 @matmul_backward_input.version(8, "the engine in fp32: register tiles, cp.async, three stages", needs_cc=(8, 0))
 def matmul_backward_input8(dinp, dout, weight, *, stream=0):
     """As matmul_backward_input0."""
-    engine.multiply(dinp, dout, weight, b_m_major=True, tf32=False, stream=stream)
+    engine.multiply(dinp, dout, weight, b_m_major=True, tf32=0, stream=stream)
 
 
 @matmul_backward_input.version(10, "the engine in TF32", precision="tf32", needs_cc=(8, 0))
@@ -169,6 +172,22 @@ def matmul_backward_input14(dinp, dout, weight, *, stream=0):
     faster_of((matmul_backward_input0, matmul_backward_input13), dinp, dout, weight, stream=stream)
 
 
+@matmul_backward_input.version(
+    15, "the digits of fp32 from three products of mma.sync", precision="3xtf32", needs_cc=(8, 0)
+)
+def matmul_backward_input15(dinp, dout, weight, *, stream=0):
+    """As matmul_backward_input0."""
+    engine.multiply(dinp, dout, weight, b_m_major=True, tf32=3, stream=stream)
+
+
+@matmul_backward_input.version(
+    16, "the same from three of wgmma, weight transposed first", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
+)
+def matmul_backward_input16(dinp, dout, weight, *, stream=0):
+    """As matmul_backward_input0; C and OC multiples of 4."""
+    tma.multiply(dinp, dout, transpose(weight, stream, rounded=False), tf32=3, stream=stream)
+
+
 @matmul_gelu_backward_input.version(1, "two kernels: cuBLASLt, then our GELU's backward", precision="either", needs=cublas.missing)
 def matmul_gelu_backward_input1(dinp, dout, weight, pre, *, tf32=True, stream=0):
     """As matmul_gelu_backward_input0, any C."""
@@ -180,26 +199,43 @@ def matmul_gelu_backward_input1(dinp, dout, weight, pre, *, tf32=True, stream=0)
 @matmul_gelu_backward_input.version(8, "the engine in fp32, GELU's slope on the way", needs_cc=(8, 0))
 def matmul_gelu_backward_input8(dinp, dout, weight, pre, *, stream=0):
     """As matmul_gelu_backward_input0, any C."""
-    engine.multiply(dinp, dout, weight, b_m_major=True, epilogue=engine.SLOPE, extra=pre, tf32=False, stream=stream)
+    engine.multiply(dinp, dout, weight, b_m_major=True, epilogue=SLOPE, extra=pre, tf32=0, stream=stream)
 
 
 @matmul_gelu_backward_input.version(11, "the engine in TF32, GELU's slope on the way", precision="tf32", needs_cc=(8, 0))
 def matmul_gelu_backward_input11(dinp, dout, weight, pre, *, stream=0):
     """As matmul_gelu_backward_input0, any C."""
-    engine.multiply(dinp, dout, weight, b_m_major=True, epilogue=engine.SLOPE, extra=pre, stream=stream)
+    engine.multiply(dinp, dout, weight, b_m_major=True, epilogue=SLOPE, extra=pre, stream=stream)
 
 
 @matmul_gelu_backward_input.version(12, "wgmma, weight transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_gelu_backward_input12(dinp, dout, weight, pre, *, stream=0):
     """As matmul_gelu_backward_input0; C and OC multiples of 4."""
     transposed = transpose(weight, stream)
-    wgmma.multiply(dinp, dout, transposed, epilogue=engine.SLOPE, extra=pre, stream=stream)
+    wgmma.multiply(dinp, dout, transposed, epilogue=SLOPE, extra=pre, stream=stream)
 
 
 @matmul_gelu_backward_input.version(13, "wgmma fed by TMA, likewise", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_gelu_backward_input13(dinp, dout, weight, pre, *, stream=0):
     """As matmul_gelu_backward_input0; C and OC multiples of 4."""
-    tma.multiply(dinp, dout, transpose(weight, stream), epilogue=engine.SLOPE, extra=pre, stream=stream)
+    tma.multiply(dinp, dout, transpose(weight, stream), epilogue=SLOPE, extra=pre, stream=stream)
+
+
+@matmul_gelu_backward_input.version(
+    15, "three products of mma.sync, GELU's slope on the way", precision="3xtf32", needs_cc=(8, 0)
+)
+def matmul_gelu_backward_input15(dinp, dout, weight, pre, *, stream=0):
+    """As matmul_gelu_backward_input0, any C."""
+    engine.multiply(dinp, dout, weight, b_m_major=True, epilogue=SLOPE, extra=pre, tf32=3, stream=stream)
+
+
+@matmul_gelu_backward_input.version(
+    16, "three products of wgmma, likewise", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
+)
+def matmul_gelu_backward_input16(dinp, dout, weight, pre, *, stream=0):
+    """As matmul_gelu_backward_input0; C and OC multiples of 4."""
+    transposed = transpose(weight, stream, rounded=False)
+    tma.multiply(dinp, dout, transposed, epilogue=SLOPE, extra=pre, tf32=3, stream=stream)
 
 
 @cuda.jit(cache=True, fastmath=True)
@@ -237,16 +273,16 @@ def matmul_backward_weight2(dweight, dout, inp, accumulate, *, tf32=True, stream
 @matmul_backward_weight.version(8, "the engine in fp32, the rows split among blocks where there are few tiles", needs_cc=(8, 0))
 def matmul_backward_weight8(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight0."""
-    epilogue = engine.ADD if accumulate else engine.STORE
+    epilogue = ADD if accumulate else STORE
     engine.multiply(
-        dweight, dout, inp, a_m_major=True, b_m_major=True, epilogue=epilogue, extra=dweight, tf32=False, stream=stream
+        dweight, dout, inp, a_m_major=True, b_m_major=True, epilogue=epilogue, extra=dweight, tf32=0, stream=stream
     )
 
 
 @matmul_backward_weight.version(10, "the engine in TF32", precision="tf32", needs_cc=(8, 0))
 def matmul_backward_weight10(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight0."""
-    epilogue = engine.ADD if accumulate else engine.STORE
+    epilogue = ADD if accumulate else STORE
     engine.multiply(dweight, dout, inp, a_m_major=True, b_m_major=True, epilogue=epilogue, extra=dweight, stream=stream)
 
 
@@ -256,23 +292,27 @@ def matmul_backward_weight12(dweight, dout, inp, accumulate, *, stream=0):
     and stored the other way round."""
     OC, C = dweight.shape
     a, b = (dout, inp) if C <= OC else (inp, dout)
-    epilogue = engine.ADD if accumulate else engine.STORE
+    epilogue = ADD if accumulate else STORE
     wgmma.multiply(
         dweight, a, transpose(b, stream),
         a_m_major=True, transposed=C > OC, epilogue=epilogue, extra=dweight, stream=stream,
     )  # fmt: skip
 
 
+def multiply_weight(dweight, dout, inp, accumulate, tf32, stream):
+    """dweight = dout.T @ inp, or added to it, or the transpose of inp.T @ dout, so that the smaller operand is transposed first."""
+    OC, C = dweight.shape
+    a, b = (dout, inp) if C <= OC else (inp, dout)
+    tma.multiply(
+        dweight, a, transpose(b, stream, rounded=tf32 == 1), a_m_major=True, transposed=C > OC,
+        epilogue=ADD if accumulate else STORE, extra=dweight, tf32=tf32, stream=stream,
+    )  # fmt: skip
+
+
 @matmul_backward_weight.version(13, "wgmma fed by TMA, likewise", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_backward_weight13(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight12."""
-    OC, C = dweight.shape
-    a, b = (dout, inp) if C <= OC else (inp, dout)
-    epilogue = engine.ADD if accumulate else engine.STORE
-    tma.multiply(
-        dweight, a, transpose(b, stream),
-        a_m_major=True, transposed=C > OC, epilogue=epilogue, extra=dweight, stream=stream,
-    )  # fmt: skip
+    multiply_weight(dweight, dout, inp, accumulate, 1, stream)
 
 
 @matmul_backward_weight.version(
@@ -282,3 +322,22 @@ def matmul_backward_weight14(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight2."""
     versions = matmul_backward_weight2, matmul_backward_weight13
     faster_of(versions, dweight, dout, inp, accumulate, may_run=not accumulate, stream=stream)
+
+
+@matmul_backward_weight.version(
+    15, "the digits of fp32 from three products of mma.sync", precision="3xtf32", needs_cc=(8, 0)
+)
+def matmul_backward_weight15(dweight, dout, inp, accumulate, *, stream=0):
+    """As matmul_backward_weight0."""
+    epilogue = ADD if accumulate else STORE
+    engine.multiply(
+        dweight, dout, inp, a_m_major=True, b_m_major=True, epilogue=epilogue, extra=dweight, tf32=3, stream=stream
+    )
+
+
+@matmul_backward_weight.version(
+    16, "the same from three of wgmma, one operand transposed first", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
+)
+def matmul_backward_weight16(dweight, dout, inp, accumulate, *, stream=0):
+    """As matmul_backward_weight12."""
+    multiply_weight(dweight, dout, inp, accumulate, 3, stream)

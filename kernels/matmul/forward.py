@@ -16,6 +16,8 @@ version 12: wgmma: four warps together, the weight read from shared memory by th
     cuts it off to TF32 where all others round to nearest
 version 13: both operands brought, and rounded, by the tensor memory accelerator, for which one thread asks (kernels/matmul/tma.py)
 version 14: cuBLASLt or version 13, what is faster at the shape (kernels/matmul/faster.py)
+version 15: the digits of fp32 out of the tensor cores: the engine with three products of TF32 for each (kernels/matmul/cores.py)
+version 16: the same with version 13's wgmma and TMA
 """
 
 import numpy as np
@@ -37,6 +39,7 @@ from kernels.device import (
 )
 from kernels.gelu.forward import gelu_forward
 from kernels.matmul import engine, tma, wgmma
+from kernels.matmul.epilogue import BIAS, BIAS_GELU, BIAS_RESIDUAL, STORE
 from kernels.matmul.faster import faster_of, missing
 from kernels.op import Op
 from kernels.reduce import whole_warps
@@ -452,28 +455,28 @@ def matmul_forward9(out, inp, weight, bias, *, stream=0):
 @matmul_forward.version(8, "cp.async, three stages deep", needs_cc=(8, 0))
 def matmul_forward8(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0."""
-    epilogue = engine.STORE if bias is None else engine.BIAS
-    engine.multiply(out, inp, weight, epilogue=epilogue, bias=bias, tf32=False, stream=stream)
+    epilogue = STORE if bias is None else BIAS
+    engine.multiply(out, inp, weight, epilogue=epilogue, bias=bias, tf32=0, stream=stream)
 
 
 @matmul_forward.version(10, "TF32 mma.sync in the engine: swizzled tiles, split K", precision="tf32", needs_cc=(8, 0))
 def matmul_forward10(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0."""
-    epilogue = engine.STORE if bias is None else engine.BIAS
+    epilogue = STORE if bias is None else BIAS
     engine.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
 
 
 @matmul_forward.version(12, "TF32 wgmma, the weight cut off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_forward12(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0; C and OC multiples of 4."""
-    epilogue = engine.STORE if bias is None else engine.BIAS
+    epilogue = STORE if bias is None else BIAS
     wgmma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
 
 
 @matmul_forward.version(13, "TF32 wgmma, fed by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_forward13(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0; C and OC multiples of 4."""
-    epilogue = engine.STORE if bias is None else engine.BIAS
+    epilogue = STORE if bias is None else BIAS
     tma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
 
 
@@ -483,6 +486,22 @@ def matmul_forward13(out, inp, weight, bias, *, stream=0):
 def matmul_forward14(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0."""
     faster_of((matmul_forward0, matmul_forward13), out, inp, weight, bias, stream=stream)
+
+
+@matmul_forward.version(15, "the digits of fp32 from three products of mma.sync", precision="3xtf32", needs_cc=(8, 0))
+def matmul_forward15(out, inp, weight, bias, *, stream=0):
+    """As matmul_forward0."""
+    epilogue = STORE if bias is None else BIAS
+    engine.multiply(out, inp, weight, epilogue=epilogue, bias=bias, tf32=3, stream=stream)
+
+
+@matmul_forward.version(
+    16, "the same from three of wgmma, fed by TMA", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
+)
+def matmul_forward16(out, inp, weight, bias, *, stream=0):
+    """As matmul_forward0; C and OC multiples of 4."""
+    epilogue = STORE if bias is None else BIAS
+    tma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, tf32=3, stream=stream)
 
 
 # The fused ops: first in two steps, which the others have to beat.
@@ -498,46 +517,74 @@ def matmul_gelu_forward1(out, pre, inp, weight, bias, *, tf32=True, stream=0):
 @matmul_gelu_forward.version(8, "bias and GELU as the sums are stored", needs_cc=(8, 0))
 def matmul_gelu_forward8(out, pre, inp, weight, bias, *, stream=0):
     """As matmul_gelu_forward0, any OC."""
-    engine.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, tf32=False, stream=stream)
+    engine.multiply(out, inp, weight, epilogue=BIAS_GELU, bias=bias, extra=pre, tf32=0, stream=stream)
 
 
 @matmul_gelu_forward.version(11, "TF32, bias and GELU as the sums are stored", precision="tf32", needs_cc=(8, 0))
 def matmul_gelu_forward11(out, pre, inp, weight, bias, *, stream=0):
     """As matmul_gelu_forward0, any OC."""
-    engine.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
+    engine.multiply(out, inp, weight, epilogue=BIAS_GELU, bias=bias, extra=pre, stream=stream)
 
 
 @matmul_gelu_forward.version(12, "wgmma, the weight cut off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_gelu_forward12(out, pre, inp, weight, bias, *, stream=0):
     """As matmul_gelu_forward0; C and OC multiples of 4."""
-    wgmma.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
+    wgmma.multiply(out, inp, weight, epilogue=BIAS_GELU, bias=bias, extra=pre, stream=stream)
 
 
 @matmul_gelu_forward.version(13, "wgmma, fed by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_gelu_forward13(out, pre, inp, weight, bias, *, stream=0):
     """As matmul_gelu_forward0; C and OC multiples of 4."""
-    tma.multiply(out, inp, weight, epilogue=engine.BIAS_GELU, bias=bias, extra=pre, stream=stream)
+    tma.multiply(out, inp, weight, epilogue=BIAS_GELU, bias=bias, extra=pre, stream=stream)
+
+
+@matmul_gelu_forward.version(15, "three products of mma.sync, bias and GELU", precision="3xtf32", needs_cc=(8, 0))
+def matmul_gelu_forward15(out, pre, inp, weight, bias, *, stream=0):
+    """As matmul_gelu_forward0, any OC."""
+    engine.multiply(out, inp, weight, epilogue=BIAS_GELU, bias=bias, extra=pre, tf32=3, stream=stream)
+
+
+@matmul_gelu_forward.version(
+    16, "three products of wgmma, bias and GELU", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
+)
+def matmul_gelu_forward16(out, pre, inp, weight, bias, *, stream=0):
+    """As matmul_gelu_forward0; C and OC multiples of 4."""
+    tma.multiply(out, inp, weight, epilogue=BIAS_GELU, bias=bias, extra=pre, tf32=3, stream=stream)
 
 
 @matmul_residual_forward.version(8, "bias and residual as the sums are stored", needs_cc=(8, 0))
 def matmul_residual_forward8(out, inp, weight, bias, residual, *, stream=0):
     """As matmul_residual_forward0."""
-    engine.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, tf32=False, stream=stream)
+    engine.multiply(out, inp, weight, epilogue=BIAS_RESIDUAL, bias=bias, extra=residual, tf32=0, stream=stream)
 
 
 @matmul_residual_forward.version(11, "TF32, bias and residual as the sums are stored", precision="tf32", needs_cc=(8, 0))
 def matmul_residual_forward11(out, inp, weight, bias, residual, *, stream=0):
     """As matmul_residual_forward0."""
-    engine.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
+    engine.multiply(out, inp, weight, epilogue=BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
 
 
 @matmul_residual_forward.version(12, "wgmma, the weight cut off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_residual_forward12(out, inp, weight, bias, residual, *, stream=0):
     """As matmul_residual_forward0; C and OC multiples of 4."""
-    wgmma.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
+    wgmma.multiply(out, inp, weight, epilogue=BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
 
 
 @matmul_residual_forward.version(13, "wgmma, fed by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_residual_forward13(out, inp, weight, bias, residual, *, stream=0):
     """As matmul_residual_forward0; C and OC multiples of 4."""
-    tma.multiply(out, inp, weight, epilogue=engine.BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
+    tma.multiply(out, inp, weight, epilogue=BIAS_RESIDUAL, bias=bias, extra=residual, stream=stream)
+
+
+@matmul_residual_forward.version(15, "three products of mma.sync, bias and residual", precision="3xtf32", needs_cc=(8, 0))
+def matmul_residual_forward15(out, inp, weight, bias, residual, *, stream=0):
+    """As matmul_residual_forward0."""
+    engine.multiply(out, inp, weight, epilogue=BIAS_RESIDUAL, bias=bias, extra=residual, tf32=3, stream=stream)
+
+
+@matmul_residual_forward.version(
+    16, "three products of wgmma, bias and residual", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
+)
+def matmul_residual_forward16(out, inp, weight, bias, residual, *, stream=0):
+    """As matmul_residual_forward0; C and OC multiples of 4."""
+    tma.multiply(out, inp, weight, epilogue=BIAS_RESIDUAL, bias=bias, extra=residual, tf32=3, stream=stream)

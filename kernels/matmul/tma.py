@@ -1,4 +1,4 @@
-"""The engine of version 13: wgmma again, fed by a warp that does nothing else, through the tensor memory accelerator.
+"""The engine of versions 13 and 16: wgmma again, fed by a warp that does nothing else, through the tensor memory accelerator.
 
     out (M,N) = a @ b, where a is (M,K) or, if a_m_major, (K,M) read as its transpose; and b.T is (N,K)
 
@@ -15,6 +15,10 @@ M-major it is read into registers: TF32 wgmma takes K-major tiles only.
 
 b's tile holds its even rows first, then its odd ones. The sums that a lane gets, columns 2 t and 2 t + 1 of 8, then are
 columns 4 t to 4 t + 3 of out: 16 bytes.
+
+Three products of TF32 that give fp32's digits (split_core in cores.py says how) need the rest of both operands, what a tensor
+core does not see of them. Nothing is rounded on the way then. The rest of a is computed in registers, that of b in shared memory,
+by the warps that would be idle beside the one that asks for tiles; a third barrier, `split`, tells that it is there.
 """
 
 import functools
@@ -30,6 +34,8 @@ from kernels.device import (
     int32,
     int64,
     keep_compiled,
+    ldmatrix_x4,
+    load4,
     multiprocessors,
     need,
     scratch,
@@ -37,17 +43,12 @@ from kernels.device import (
     uint64,
 )
 from kernels.gelu.gate import gelu_gate
-from kernels.matmul.engine import (
-    BIAS_GELU,
-    BK,
-    STORE,
-    add_splits,
-    best_splits,
-    epilogue_of,
-    finished_of,
-    is_aligned,
-)
-from kernels.matmul.wgmma import make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait
+from kernels.intrinsics import ptx
+from kernels.matmul.cores import seen
+from kernels.matmul.engine import add_splits, best_splits, is_aligned
+from kernels.matmul.epilogue import BIAS_GELU, STORE, epilogue_of, finished_of
+from kernels.matmul.tiles import BK
+from kernels.matmul.wgmma import fence_async, make_wgmma, wgmma_commit, wgmma_fence, wgmma_wait
 from kernels.tma import (
     WORDS,
     cluster_rank,
@@ -70,12 +71,20 @@ DOWN = 16  # clusters, one below the other, that walk along N together, so that 
 SHARED = 226 * 1024  # bytes of shared memory that a block can have, less what aligning to 1024 may take
 
 
+@ptx("{.reg .b32 c; and.b32 c, $1, 0xffffe000; sub.f32 $0, $1, c;}", returns=float32, takes=(float32,))
+def rest_at_once(x):
+    """x - seen(x). Not called pure: what is pure the compiler computes where it is used, between products that have to come one
+    right after the other."""
+    return x - seen(x)
+
+
 @dataclass(frozen=True)
 class Tile:
     """Sizes that a kernel is compiled for."""
 
     BN: int = 256  # columns: 128, 192 or 256
     groups: int = 2  # warp groups, each with 64 rows
+    tf32: int = 1  # products that make one: 1, or 3 for the digits of fp32, which takes 128 columns
 
     @property
     def BM(self) -> int:
@@ -83,8 +92,8 @@ class Tile:
 
     @property
     def stage(self) -> int:
-        """Floats of a step of both operands."""
-        return (self.BM + self.BN) * BK
+        """Floats of a step of both operands, and of the rest of b."""
+        return (self.BM + self.BN * (2 if self.tf32 == 3 else 1)) * BK
 
     @property
     def stages(self) -> int:
@@ -104,7 +113,9 @@ class Tile:
 def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
     """transposed: out is (N,M), the transpose of what is computed."""
     BM, BN, STAGE, STAGES, THREADS = tile.BM, tile.BN, tile.stage, tile.stages, tile.threads
-    A_AT, SUMS, BARRIERS, BYTES = BN * BK, BN // 2, 2 * STAGES, 4 * tile.stage
+    SPLIT = tile.tf32 == 3
+    REST_AT, A_AT, BYTES = BN * BK, STAGE - BM * BK, 4 * (BM + BN) * BK
+    SUMS, BARRIERS, SPLIT_THREADS = BN // 2, 3 * STAGES, 96
     HALF, WARPS, ALL_RANKS = BN // 2, 4 * tile.groups, 2**CLUSTER - 1
     wgmma, wgmma_shared, wgmma_finish = make_wgmma(BN)
     BELOW = 4 if a_m_major else 8  # rows from a lane's first to its second
@@ -167,6 +178,67 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
                 start = uint64(at + 4 * j * BK + 4 * ((row >> 2 & 7) ^ t ^ (i + 4 * j)))  # unsigned: none is negative
                 for s in range(4):
                     fragment[4 * s + 2 * j + i] = shared[start + uint64(8 * s * BK)]
+
+    @cuda.jit(device=True)
+    def read_a_k_major(fragment, shared, at):
+        """The same of a K-major tile."""
+        thread = int32(cuda.threadIdx.x)
+        row = (thread >> 5 << 4) + (thread & 15)
+        for s in range(4):
+            x0, x1, x2, x3 = ldmatrix_x4(shared, at + row * BK + 4 * ((2 * s + (thread >> 4 & 1)) ^ (row & 7)))
+            fragment[4 * s], fragment[4 * s + 1], fragment[4 * s + 2], fragment[4 * s + 3] = x0, x1, x2, x3
+
+    read_all_of_a = read_a if a_m_major else read_a_k_major
+
+    @cuda.jit(device=True)
+    def split_b(shared, barriers, M, N, K, share, items):
+        """Three warps write down the rest of every tile of b."""
+        stage, parity = int32(0), int32(0)
+        thread = int32(cuda.threadIdx.x) - int32(THREADS - SPLIT_THREADS)
+        for item in range(int32(cuda.blockIdx.x) // int32(CLUSTER), items, int32(cuda.gridDim.x) // int32(CLUSTER)):
+            _, _, start, end, _ = locate(item, M, N, K, share)
+            for _ in range(start, end, int32(BK)):
+                mbarrier_wait(barriers, stage, parity)
+                for i in range(stage * STAGE + 4 * thread, stage * STAGE + REST_AT, 4 * SPLIT_THREADS):
+                    x0, x1, x2, x3 = load4(shared, i)
+                    store4(shared, i + REST_AT, x0 - seen(x0), x1 - seen(x1), x2 - seen(x2), x3 - seen(x3))
+                fence_async()
+                mbarrier_arrive(barriers, 2 * STAGES + stage, cluster_rank())
+                stage, parity = next_of(stage, parity)
+
+    @cuda.jit(device=True)
+    def read_and_split(a, rest, shared, barriers, stage, parity):
+        """The lane's elements of a in this stage, and the rest of each."""
+        mbarrier_wait(barriers, stage, parity)
+        read_all_of_a(a, shared, stage * STAGE + A_AT)
+        for i in range(16):
+            rest[i] = rest_at_once(a[i])
+
+    @cuda.jit(device=True)
+    def multiply_split(sums, a, rest, shared, barriers, stage, parity):
+        """Start the twelve products of a step, the small ones first."""
+        b = stage * STAGE
+        mbarrier_wait(barriers, 2 * STAGES + stage, parity)
+        wgmma_fence()
+        wgmma(sums, shared, b, 0, rest[0], rest[1], rest[2], rest[3])
+        for s in range(1, 4):
+            i = 4 * s
+            wgmma(sums, shared, b + 8 * s, 1, rest[i], rest[i + 1], rest[i + 2], rest[i + 3])
+        for s in range(4):
+            i = 4 * s
+            wgmma(sums, shared, b + REST_AT + 8 * s, 1, a[i], a[i + 1], a[i + 2], a[i + 3])
+        for s in range(4):
+            i = 4 * s
+            wgmma(sums, shared, b + 8 * s, 1, a[i], a[i + 1], a[i + 2], a[i + 3])
+        wgmma_commit()
+
+    @cuda.jit(device=True)
+    def gather(total, sums, barriers, stage):
+        """Wait for the products of a step, and add them up as fp32 arithmetic does."""
+        wgmma_finish(sums)
+        release(barriers, stage)
+        for i in range(SUMS):
+            total[i] += sums[i]
 
     @cuda.jit(device=True)
     def multiply(sums, fragment, shared, stage, more):
@@ -257,14 +329,16 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
 
     @cuda.jit(device=True)
     def finish(sums, barriers, last, out, bias, extra, row, column, part, M, N):
+        """Wait for the last products of a tile, and store it."""
         b0 = cuda.local.array(8, float32)
         b1 = cuda.local.array(8, float32)
         e0 = cuda.local.array(16, float32)
         e1 = cuda.local.array(16, float32)
         row, column = row + first_row(), column + 4 * (int32(cuda.threadIdx.x) & 3)
         load(b0, e0, 0, bias, extra, row, column, part, M, N)
-        wgmma_finish(sums)
-        release(barriers, last)
+        if not SPLIT:
+            wgmma_finish(sums)
+            release(barriers, last)
         store_two(sums, 0, b0, e0, b1, e1, out, bias, extra, row, column, part, M, N)
         store_two(sums, 2, b0, e0, b1, e1, out, bias, extra, row, column, part, M, N)
         if BN > 128:
@@ -300,6 +374,33 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
             row, column, start, end, part = locate(item + step, M, N, K, share)  # while the last products are under way
             finish(sums, barriers, last, out, bias, extra, row_now, column_now, part_now, M, N)
 
+    @cuda.jit(device=True)
+    def consume_split(shared, barriers, out, bias, extra, M, N, K, share, items):
+        """The same with three products for each. While they are under way, a's elements of the next step are read."""
+        total = cuda.local.array(SUMS, float32)
+        sums = cuda.local.array(SUMS, float32)
+        even = cuda.local.array(16, float32)
+        even_rest = cuda.local.array(16, float32)
+        odd = cuda.local.array(16, float32)
+        odd_rest = cuda.local.array(16, float32)
+        stage, parity = int32(0), int32(0)
+        for item in range(int32(cuda.blockIdx.x) // int32(CLUSTER), items, int32(cuda.gridDim.x) // int32(CLUSTER)):
+            row, column, start, end, part = locate(item, M, N, K, share)
+            for i in range(SUMS):
+                total[i] = float32(0)
+            read_and_split(even, even_rest, shared, barriers, stage, parity)
+            for k in range(start, end, int32(2 * BK)):
+                next, next_parity = next_of(stage, parity)
+                multiply_split(sums, even, even_rest, shared, barriers, stage, parity)
+                read_and_split(odd, odd_rest, shared, barriers, next, next_parity)
+                gather(total, sums, barriers, stage)
+                stage, parity = next_of(next, next_parity)
+                multiply_split(sums, odd, odd_rest, shared, barriers, next, next_parity)
+                if k + int32(2 * BK) < end:
+                    read_and_split(even, even_rest, shared, barriers, stage, parity)
+                gather(total, sums, barriers, next)
+            finish(total, barriers, stage, out, bias, extra, row, column, part, M, N)
+
     @cuda.jit(fastmath=True, launch_bounds=(THREADS, 1))
     def matmul_tma_kernel(out, maps, bias, extra, M, N, K, share, items):
         """out (M,N), or (N,M) if transposed, one below the other for each part of K. maps: the tensor maps of a and b. An item of
@@ -312,50 +413,57 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
             for stage in range(STAGES):
                 mbarrier_init(barriers, stage, 1)
                 mbarrier_init(barriers, STAGES + stage, CLUSTER * WARPS)
+                mbarrier_init(barriers, 2 * STAGES + stage, SPLIT_THREADS)
             fence_mbarrier_init()
         cluster_sync()
         if thread < 32 * WARPS:
             take_registers(224)
-            consume(shared, barriers, out, bias, extra, M, N, K, share, items)
+            if SPLIT:
+                consume_split(shared, barriers, out, bias, extra, M, N, K, share, items)
+            else:
+                consume(shared, barriers, out, bias, extra, M, N, K, share, items)
         else:
             give_registers(56)
             if thread == 32 * WARPS:
                 produce(shared, barriers, maps, M, N, K, share, items)
+            elif SPLIT and thread >= THREADS - SPLIT_THREADS:
+                split_b(shared, barriers, M, N, K, share, items)
         cuda.syncwarp()
         cluster_sync()  # no block leaves while the other may still send to it
 
     return keep_compiled(matmul_tma_kernel, tile, a_m_major, epilogue, transposed)
 
 
-def choose(M: int, N: int, K: int) -> tuple[Tile, int]:
+def choose(M: int, N: int, K: int, tf32: int) -> tuple[Tile, int]:
     """The tile, and into how many parts to split K."""
-    rates = {256: 2.7e12, 192: 2.45e12, 128: 1.85e12}  # FLOPs a second of a multiprocessor
+    rates = {128: 0.78e12} if tf32 == 3 else {256: 2.7e12, 192: 2.45e12, 128: 1.85e12}  # FLOPs a second of a multiprocessor
     rows = ceil_div(M, 256) * 256
     timed = {BN: best_splits(rows, N, K, 128, BN, rate) for BN, rate in rates.items()}
     BN = min(timed, key=timed.get)
-    return Tile(BN), timed[BN][1]
+    return Tile(BN, tf32=tf32), timed[BN][1]
 
 
 def multiply(
     out, a, b, *, a_m_major=False, transposed=False, epilogue=STORE, bias=None, extra=None,
-    tile=None, splits=None, stream=0,
+    tf32=1, tile=None, splits=None, stream=0,
 ):  # fmt: skip
     """out (M,N), or (N,M) if transposed, = epilogue(a @ b): a is (M,K), or (K,M) if a_m_major; b.T is (N,K). bias: (N,), not if
-    transposed; extra: like out, what the epilogue reads or writes.
+    transposed; extra: like out, what the epilogue reads or writes. tf32: how many products of TF32 make one product, 1 or 3.
     Raises ShapeError unless rows and channels are multiples of 4."""
     M, K = a.shape[::-1] if a_m_major else a.shape
     N = b.shape[0]
     bias, extra = out if bias is None else bias, out if extra is None else extra
     need(is_aligned(out, a, b, extra, bias) and N % 4 == 0, "needs channels in multiples of 4, in arrays aligned to 16 bytes")
-    chosen, parts = choose(M, N, K)
+    chosen, parts = choose(M, N, K, tf32)
     tile, splits = tile or chosen, splits or parts
     share = ceil_div(ceil_div(K, splits), 2 * BK) * 2 * BK
     splits = ceil_div(K, share)
     rows, columns = out.shape
     target, how = (out, epilogue) if splits == 1 else (scratch("matmul parts", (splits * rows, columns)), STORE)
+    rounded = tile.tf32 == 1
     maps = tensor_maps(
-        (address(a), a.shape[::-1], (a.shape[1],), (32, 32 if a_m_major else tile.BM), True),
-        (address(b), (K, 2, N // 2), (K, 2 * K), (BK, 1, tile.BN // 2), True),
+        (address(a), a.shape[::-1], (a.shape[1],), (32, 32 if a_m_major else tile.BM), rounded),
+        (address(b), (K, 2, N // 2), (K, 2 * K), (BK, 1, tile.BN // 2), rounded),
     )
     items = ceil_div(M, CLUSTER * tile.BM) * ceil_div(N, tile.BN) * splits
     blocks = min(items, multiprocessors() // CLUSTER) * CLUSTER

@@ -36,7 +36,10 @@ from kernels.device import (
     scratch,
 )  # fmt: skip
 from kernels.intrinsics import LITERAL, ptx
-from kernels.matmul.engine import BK, GROUP, PAD, STORE, add_splits, best_splits, epilogue_of, is_aligned, round_tf32
+from kernels.matmul.cores import round_tf32
+from kernels.matmul.engine import GROUP, add_splits, best_splits, is_aligned
+from kernels.matmul.epilogue import STORE, epilogue_of
+from kernels.matmul.tiles import BK, PAD
 
 STAGES = 4
 

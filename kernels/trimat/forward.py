@@ -30,7 +30,10 @@ from kernels.device import (
     store4_streaming,
     uint64,
 )  # fmt: skip
-from kernels.matmul import engine
+from kernels.matmul.cores import tensor_core
+from kernels.matmul.engine import is_aligned
+from kernels.matmul.epilogue import STORE
+from kernels.matmul.tiles import BK, Tile, copy_tile, swizzle
 from kernels.op import Op
 
 trimat_forward = Op(
@@ -227,13 +230,12 @@ def trimat_forward3(preatt, qkv, NH, *, stream=0):
 # The tiles in shared memory are like those of the matmul's engine: a row 32 channels, 128 bytes, its eight pieces of 16 bytes
 # swizzled, for either arithmetic in its own way. Two steps of 32 channels are there at a time, which with a head of 64 is all.
 
-BK = engine.BK
-FP32 = engine.Tile(TILE, TILE, 32, 64, stages=2, blocks=2)
-TF32 = engine.Tile(TILE, TILE, 64, 64, stages=2, blocks=2)
+FP32 = Tile(TILE, TILE, 32, 64, stages=2, blocks=2)
+TF32 = Tile(TILE, TILE, 64, 64, stages=2, blocks=2)
 
 
 @cuda.jit(device=True, cache=True)
-def swizzle(row, piece):
+def swizzle_fp32(row, piece):
     """Where a row keeps a piece, for version 4: lanes read rows that are 4 apart, so each four rows have another place."""
     return piece ^ (row >> 2) & 7
 
@@ -257,16 +259,16 @@ def multiply_fp32(sums, shared, at_q, at_k, row, column, lane, pieces):
     at_q += (row + 4 * y) * BK
     at_k += (column + 4 * x) * BK
     for piece in range(pieces):
-        start = at_k + 4 * swizzle(4 * x, piece)
+        start = at_k + 4 * swizzle_fp32(4 * x, piece)
         for j in range(8):
             b[j, 0], b[j, 1], b[j, 2], b[j, 3] = load4(shared, start + (j // 4 * 32 + j % 4) * BK)
-        start = at_q + 4 * swizzle(4 * y, piece)
+        start = at_q + 4 * swizzle_fp32(4 * y, piece)
         a[0, 0], a[0, 1], a[0, 2], a[0, 3] = load4(shared, start)
         for i in range(8):
             now, next = i % 2, (i + 1) % 2
             if i < 7:
                 more = (i + 1) // 4 * 16
-                start = at_q + 4 * swizzle(4 * y + more, piece) + (more + (i + 1) % 4) * BK
+                start = at_q + 4 * swizzle_fp32(4 * y + more, piece) + (more + (i + 1) % 4) * BK
                 a[next, 0], a[next, 1], a[next, 2], a[next, 3] = load4(shared, start)
             for c in range(4):
                 for j in range(8):
@@ -276,7 +278,8 @@ def multiply_fp32(sums, shared, at_q, at_k, row, column, lane, pieces):
 @functools.cache
 def multiply_tf32():
     """A device function: multiply_fp32 on the tensor cores for a warp's tile of 64 x 64, always a whole step."""
-    read, round_b, multiply_slice, _ = engine.tensor_core(TF32, False, False, engine.STORE, True)
+    core = tensor_core(TF32, False, False, STORE, True)
+    read, round_b, multiply_slice = core.read, core.prepare, core.multiply
     A, B = TF32.WM // 4, TF32.WN // 4
 
     @cuda.jit(device=True)
@@ -368,11 +371,11 @@ def store_tf32(aligned: bool):
 
 
 @functools.cache
-def tile_kernel(tile: engine.Tile, tf32: bool, qkv_aligned: bool, preatt_aligned: bool):
+def tile_kernel(tile: Tile, tf32: bool, qkv_aligned: bool, preatt_aligned: bool):
     """The kernel of version 4, or with tf32 of version 5."""
     WM, WN, SUMS = tile.WM, tile.WN, tile.WM * tile.WN // 32
     ROWS, STAGE, WHOLE = TILE * BK, 2 * TILE * BK, BK // 4
-    copy = engine.copy_tile(False, TILE, tile.threads, qkv_aligned, True, 1, engine.swizzle if tf32 else swizzle)
+    copy = copy_tile(False, TILE, tile.threads, qkv_aligned, True, 1, swizzle if tf32 else swizzle_fp32)
     multiply = multiply_tf32() if tf32 else multiply_fp32
     store_sums = store_tf32(preatt_aligned) if tf32 else store_fp32(preatt_aligned)
 
@@ -416,7 +419,7 @@ def tile_kernel(tile: engine.Tile, tf32: bool, qkv_aligned: bool, preatt_aligned
 
 def launch_tiles(tile, preatt, qkv, NH, tf32, stream):
     Z, T, hs = sizes(preatt, qkv, NH)
-    kernel = tile_kernel(tile, tf32, hs % 4 == 0 and engine.is_aligned(qkv), engine.is_aligned(preatt))
+    kernel = tile_kernel(tile, tf32, hs % 4 == 0 and is_aligned(qkv), is_aligned(preatt))
     launch = big_shared(kernel, tiles(Z, T), tile.threads, stream, tile.shared(False, False))
     scale = float32(1 / math.sqrt(hs))
     launch(preatt.reshape(-1), qkv.reshape(Z // NH * T, -1), int32(NH), int32(hs), int32(T), scale)
