@@ -5,7 +5,7 @@ A page says where a table goes; nobody types a number:
     <!-- table: layernorm_forward -->       the ladder at the op's shape
     <!-- table: layernorm_forward 2 3 -->   these two of its versions
     <!-- table: matmul_forward best -->     every shape that was timed, the best version beside version 0
-    <!-- table: matmul_forward fp32 -->     the same with fp32 arithmetic
+    <!-- table: matmul_forward fp32 -->     the same with fp32 arithmetic, and with its digits out of three products of TF32
     <!-- table: large -->                   the best version of each op on arrays of a gigabyte
     <!-- table: steps -->                   the training step, ours and others
     <!-- table: without -->                 the step without the one or other idea
@@ -73,31 +73,59 @@ def ladder_table(results: dict, op: str, only: set[int]) -> list[str]:
     return [*lines, "", f"{results['card']}, {sizes}; {how}. [Raw numbers]({raw(results)})"]
 
 
-def best_table(results: dict, op: str, fp32: bool = False) -> list[str]:
+def best_table(results: dict, op: str) -> list[str]:
+    rows = rows_to_compare(results["rows"], op)
+    lines = ["| shape | version 0, us | best of ours | us | TFLOP/s | against version 0 |", "|---|--:|--:|--:|--:|--:|"]
+    for shape, here in by_shape(rows).items():
+        zero, best = here.get(0), best_of(here)
+        if best:
+            against, theirs = (f"{zero['us'] / best['us']:.0%}", f"{zero['us']:,.1f}") if zero else ("", "")
+            rate = f"{best['tflops']:.1f}" if best["tflops"] else ""
+            lines.append(f"| {shape} | {theirs} | {best['version']} | {best['us']:,.1f} | {rate} | {against} |")
+    return [*lines, "", f"{results['card']}. [Raw numbers]({raw(results)})"]
+
+
+def fp32_table(results: dict, op: str) -> list[str]:
+    theirs = rows_to_compare(results.get("rows in fp32", []), op)
+    if not theirs:
+        return [f"*Version 0 of {op} has not been measured in fp32 yet.*"]
+    rows = rows_to_compare(results["rows"], op)
+    arithmetic = by_shape([row for row in rows if row["precision"] == "fp32"] + theirs)
+    splits = by_shape([row for row in rows if row["precision"] == "3xtf32"])
+    lines = [
+        "| shape | version 0, us | fp32 arithmetic | us | against version 0 | three of TF32 | us | TFLOP/s | against version 0 |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for shape, here in arithmetic.items():
+        zero, ours, split = here[0]["us"], best_of(here), best_of(splits[shape])
+        lines.append(
+            f"| {shape} | {zero:,.1f} | {ours['version']} | {ours['us']:,.1f} | {zero / ours['us']:.0%} "
+            f"| {split['version']} | {split['us']:,.1f} | {split['tflops']:.1f} | {zero / split['us']:.0%} |"
+        )
+    return [*lines, "", f"{results['card']}. [Raw numbers]({raw(results)})"]
+
+
+def rows_to_compare(rows: list[dict], op: str) -> list[dict]:
+    """Those of an op that were timed, and are no choice among others."""
     from kernels.op import load_all
 
-    chooses = {number for number, version in load_all()[op].versions.items() if version.chooses}
-    rows = [row for row in results["rows"] if row["op"] == op and row["us"] and row["version"] not in chooses]
-    if fp32:
-        theirs = [row for row in results.get("rows in fp32", []) if row["op"] == op and row["us"]]
-        if not theirs:
-            return [f"*Version 0 of {op} has not been measured in fp32 yet.*"]
-        rows = [row for row in rows if row["precision"] == "fp32"] + theirs
-    shapes = [dict(items) for items in dict.fromkeys(tuple(row["shape"].items()) for row in rows)]
-    lines = ["| shape | version 0, us | best of ours | us | TFLOP/s | against version 0 |", "|---|--:|--:|--:|--:|--:|"]
-    for shape in shapes:
-        here = {row["version"]: row for row in rows if row["shape"] == shape}
-        ours = {number: row for number, row in here.items() if number and row["right"] is not False}
-        if not ours:
-            continue
-        best = min(ours.values(), key=lambda row: row["us"])
-        zero = here.get(0)
-        sizes = ", ".join(f"{name}={size}" for name, size in shape.items())
-        against = f"{zero['us'] / best['us']:.0%}" if zero else ""
-        theirs = f"{zero['us']:,.1f}" if zero else ""
-        rate = f"{best['tflops']:.1f}" if best["tflops"] else ""
-        lines.append(f"| {sizes} | {theirs} | {best['version']} | {best['us']:,.1f} | {rate} | {against} |")
-    return [*lines, "", f"{results['card']}. [Raw numbers]({raw(results)})"]
+    versions = load_all()[op].versions
+    return [row for row in rows if row["op"] == op and row["us"] and not versions[row["version"]].chooses]
+
+
+def by_shape(rows: list[dict]) -> dict[str, dict[int, dict]]:
+    """A shape in words -> version -> row."""
+    shapes: dict[str, dict[int, dict]] = {}
+    for row in rows:
+        sizes = ", ".join(f"{name}={size}" for name, size in row["shape"].items())
+        shapes.setdefault(sizes, {})[row["version"]] = row
+    return shapes
+
+
+def best_of(here: dict[int, dict]) -> dict | None:
+    """The fastest that is ours."""
+    ours = [row for number, row in here.items() if number and row["right"] is not False]
+    return min(ours, key=lambda row: row["us"], default=None)
 
 
 def large_table(results: dict) -> list[str]:
@@ -244,7 +272,7 @@ def fill(page: Path, results: dict) -> str:
         if what[0] in whole:
             lines = whole[what[0]](results)
         elif what[1:] in (["best"], ["fp32"]):
-            lines = best_table(results, what[0], fp32=what[1] == "fp32")
+            lines = {"best": best_table, "fp32": fp32_table}[what[1]](results, what[0])
         else:
             lines = ladder_table(results, what[0], {int(number) for number in what[1:]})
         return match[1] + "\n".join(lines) + "\n" + match[4]
