@@ -40,6 +40,7 @@ class CudaBackend:
         self.core_streams = [device.create_stream(options=StreamOptions(priority=priority)) for priority in priorities]
         self.stream, self.side = (cuda.external_stream(int(stream.handle)) for stream in self.core_streams)
         self.graph, self.overlap = graph, overlap
+        self.scratch = object(), object()  # owners: of the main stream's launches, of those aside
         self.readers: dict[int, object] = {}  # id of an array -> the event after the last that reads it aside
         self.graphs: dict[tuple, object] = {}
         self.warm: set[tuple] = set()
@@ -85,7 +86,7 @@ class CudaBackend:
         now.wait(self.side)
         self.picked.stream = self.side
         try:
-            with scratch_of("aside"):
+            with scratch_of(self.scratch[1]):
                 yield
         finally:
             self.picked.stream = self.stream
@@ -100,6 +101,11 @@ class CudaBackend:
 
     def run(self, key: tuple, work: Callable[[], None]) -> None:
         """Queue the work and wait for it. What `key` names is the same work on the same memory every time."""
+        with scratch_of(self.scratch[0]):
+            self._run(key, work)
+        self.stream.synchronize()
+
+    def _run(self, key: tuple, work: Callable[[], None]) -> None:
         if key not in self.warm:
             with self._progress_bar(), self.in_order():
                 work()
@@ -113,7 +119,6 @@ class CudaBackend:
                 work()
                 self.graphs[key] = builder.end_building().complete()
             self.graphs[key].launch(self.core_streams[0])
-        self.stream.synchronize()
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -148,5 +153,5 @@ class CudaBackend:
         """Once memory that graphs point to has no owner any more: no graph is left, and all of it is free."""
         self.graphs.clear()
         self.warm.clear()
-        free_scratch()
+        free_scratch(*self.scratch)
         cuda.current_context().memory_manager.deallocations.clear()  # numba lets up to a fifth of the card's memory wait

@@ -5,7 +5,7 @@ warps and all. (What compiles, records launches or makes an intrinsic knows numb
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -87,34 +87,36 @@ def allocate(shape, dtype=np.float32, what: str = "an array"):
     return cuda.device_array(shape, dtype)
 
 
-_scratch: dict = {}
-_queue = "main"
+_scratch: dict = {}  # owner -> name, shape and type -> array
+_owner: Hashable = None
 
 
 @contextmanager
-def scratch_of(queue: str) -> Iterator[None]:
-    """Within it, scratch arrays are others than outside: for launches that run beside those of another stream."""
-    global _queue
-    before, _queue = _queue, queue
+def scratch_of(owner: Hashable) -> Iterator[None]:
+    """Within it, scratch arrays are this owner's: a model's, or those of launches that run beside others."""
+    global _owner
+    before, _owner = _owner, owner
     try:
         yield
     finally:
-        _queue = before
+        _owner = before
 
 
 def scratch(name: str, shape, dtype=np.float32, zeroed: bool = False):
     """A device array that outlives the call, so that a captured graph finds it where it was. One for each name and shape;
     what is in it is whatever the last user of that name left, at first zeros if `zeroed`."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    key = (_queue, name, shape, np.dtype(dtype))
-    if key not in _scratch:
-        _scratch[key] = to_device(np.zeros(shape, dtype)) if zeroed else allocate(shape, dtype, f"the scratch of {name}")
-    return _scratch[key]
+    arrays, key = _scratch.setdefault(_owner, {}), (name, shape, np.dtype(dtype))
+    if key not in arrays:
+        arrays[key] = to_device(np.zeros(shape, dtype)) if zeroed else allocate(shape, dtype, f"the scratch of {name}")
+    return arrays[key]
 
 
-def free_scratch() -> None:
-    """Give all scratch memory back. Graphs that were captured with it must not be launched again."""
-    _scratch.clear()
+def free_scratch(*owners: Hashable) -> None:
+    """Give the scratch memory of these owners back, of all if none is named. Graphs that were captured with it must not be
+    launched again."""
+    for owner in owners or tuple(_scratch):
+        _scratch.pop(owner, None)
 
 
 def big_shared(kernel, grid, block, stream, nbytes: int):

@@ -14,7 +14,7 @@ from data.files import DataError
 from kernels import compile
 from kernels.check import Problem, check, is_right
 from kernels.compile import CAPABILITIES, compile_all, compile_version
-from kernels.device import TARGET, ShapeError, free_scratch
+from kernels.device import TARGET, ShapeError, free_scratch, scratch, scratch_of
 from kernels.op import load_all
 
 OPS = load_all()
@@ -79,6 +79,22 @@ def test_is_right_on_the_gpu(version, shape):
 def test_is_right_at_odd_shapes_on_the_gpu(version, shape):
     check_version(version, shape, may_refuse=True)
     free_scratch()
+
+
+def test_scratch_is_its_owners_and_given_back_alone():
+    mine, yours = object(), object()
+    with scratch_of(mine):
+        first = scratch("a test", 4)
+        with scratch_of(yours):
+            other = scratch("a test", 4)
+        assert scratch("a test", 4) is first and other is not first
+    free_scratch(yours)
+    with scratch_of(mine):
+        assert scratch("a test", 4) is first
+    free_scratch(mine)
+    with scratch_of(mine):
+        assert scratch("a test", 4) is not first
+    free_scratch(mine)
 
 
 @pytest.mark.gpu

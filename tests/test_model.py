@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from data.checkpoint import parameter_shapes, read_checkpoint, read_debug_state
+from kernels.device import cuda
 from model import GPT2, CpuBackend, Tensors
 
 HERE = Path(__file__).parent
@@ -124,6 +125,21 @@ def test_what_runs_aside_changes_no_bit(name, backend):
     for step in range(1, 4):
         assert case.train(aside, step) == case.train(in_order, step)
     np.testing.assert_array_equal(*(model.backend.download(model.params.buffer) for model in (aside, in_order)))
+
+
+@pytest.mark.gpu
+def test_a_model_that_is_closed_takes_nothing_from_another(name):
+    case = Case(name, "cuda")
+    alone, left = case.model(), case.model()
+    with_it = case.model()
+    losses = [case.train(alone, step) for step in range(1, 6)]
+    for step in range(1, 6):
+        assert case.train(left, step) == losses[step - 1]
+        if step < 4:
+            case.train(with_it, step)
+        if step == 4:
+            with_it.close()
+            cuda.to_device(np.full(1 << 24, np.nan, np.float32))  # where its memory was
 
 
 def test_a_step_is_forward_backward_and_update(case):
