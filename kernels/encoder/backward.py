@@ -536,9 +536,10 @@ def bucket_kernel(order, runs, tokens, first, count):
                 a, b, c, d = load4(keys, k)
                 place = smaller(smaller(smaller(smaller(place, a, key), b, key), c, key), d, key)
         order[place] = key
-    if bucket == 0 and tid <= WINDOW:
-        order[count + tid if tid else 0] = PADDING << POSITION_BITS if tid else -1
-        runs[0] = 0
+    if bucket == 0 and tid < WINDOW:
+        order[1 + count + tid] = PADDING << POSITION_BITS
+        if tid == 0:
+            order[0], runs[0] = -1, 0
 
 
 @cuda.jit(cache=True, fastmath=True, launch_bounds=(ROW_THREADS, 5))

@@ -169,7 +169,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
         return warp * 16 + (lane >> 2)
 
     @cuda.jit(device=True)
-    def read_a(fragment, shared, at):
+    def read_m_major(fragment, shared, at):
         """Of an M-major tile, 32 x 32 floats one after the other, this lane's elements of four products."""
         t, row = int32(cuda.threadIdx.x) & 3, first_row()
         at += (row >> 5) * (32 * BK) + t * BK + (row & 3)
@@ -180,7 +180,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
                     fragment[4 * s + 2 * j + i] = shared[start + uint64(8 * s * BK)]
 
     @cuda.jit(device=True)
-    def read_a_k_major(fragment, shared, at):
+    def read_k_major(fragment, shared, at):
         """The same of a K-major tile."""
         thread = int32(cuda.threadIdx.x)
         row = (thread >> 5 << 4) + (thread & 15)
@@ -188,7 +188,14 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
             x0, x1, x2, x3 = ldmatrix_x4(shared, at + row * BK + 4 * ((2 * s + (thread >> 4 & 1)) ^ (row & 7)))
             fragment[4 * s], fragment[4 * s + 1], fragment[4 * s + 2], fragment[4 * s + 3] = x0, x1, x2, x3
 
-    read_all_of_a = read_a if a_m_major else read_a_k_major
+    read_a = read_m_major if a_m_major else read_k_major
+
+    @cuda.jit(device=True)
+    def multiply_fragment(sums, a, shared, at, more):
+        """The four products of a step, a from registers and b from shared[at:]."""
+        wgmma(sums, shared, at, more, a[0], a[1], a[2], a[3])
+        for s in range(1, 4):
+            wgmma(sums, shared, at + 8 * s, 1, a[4 * s], a[4 * s + 1], a[4 * s + 2], a[4 * s + 3])
 
     @cuda.jit(device=True)
     def split_b(shared, barriers, M, N, K, share, items):
@@ -210,7 +217,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
     def read_and_split(a, rest, shared, barriers, stage, parity):
         """The lane's elements of a in this stage, and the rest of each."""
         mbarrier_wait(barriers, stage, parity)
-        read_all_of_a(a, shared, stage * STAGE + A_AT)
+        read_a(a, shared, stage * STAGE + A_AT)
         for i in range(16):
             rest[i] = rest_at_once(a[i])
 
@@ -220,16 +227,9 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
         b = stage * STAGE
         mbarrier_wait(barriers, 2 * STAGES + stage, parity)
         wgmma_fence()
-        wgmma(sums, shared, b, 0, rest[0], rest[1], rest[2], rest[3])
-        for s in range(1, 4):
-            i = 4 * s
-            wgmma(sums, shared, b + 8 * s, 1, rest[i], rest[i + 1], rest[i + 2], rest[i + 3])
-        for s in range(4):
-            i = 4 * s
-            wgmma(sums, shared, b + REST_AT + 8 * s, 1, a[i], a[i + 1], a[i + 2], a[i + 3])
-        for s in range(4):
-            i = 4 * s
-            wgmma(sums, shared, b + 8 * s, 1, a[i], a[i + 1], a[i + 2], a[i + 3])
+        multiply_fragment(sums, rest, shared, b, 0)
+        multiply_fragment(sums, a, shared, b + REST_AT, 1)
+        multiply_fragment(sums, a, shared, b, 1)
         wgmma_commit()
 
     @cuda.jit(device=True)
@@ -247,10 +247,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
         if a_m_major:
             read_a(fragment, shared, at + A_AT)
             wgmma_fence()
-            wgmma(sums, shared, at, more, fragment[0], fragment[1], fragment[2], fragment[3])
-            for s in range(1, 4):
-                f = 4 * s
-                wgmma(sums, shared, at + 8 * s, 1, fragment[f], fragment[f + 1], fragment[f + 2], fragment[f + 3])
+            multiply_fragment(sums, fragment, shared, at, more)
         else:
             at_a = at + A_AT + (int32(cuda.threadIdx.x) >> 7) * (64 * BK)
             wgmma_fence()
