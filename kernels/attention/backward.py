@@ -39,9 +39,9 @@ from kernels.attention.tiles import (
     mask_above,
     mask_below,
     mma,
+    operand,
     quad_sum,
     round_staged,
-    round_tf32,
     stage,
     store_rows,
     swizzle,
@@ -503,23 +503,23 @@ def stage_queries(smem, buffer, HS, hs, QUERIES, STATS, query0, stats, dout, qkv
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def probabilities(p, smem, numbers):
+def probabilities(p, smem, numbers, tf32):
     """Scores p of keys by queries become probabilities, rounded; the queries' statistics lie at `numbers`."""
     for n in range(p.shape[1]):
         lse0, _, lse1, _ = load4(smem, numbers + 16 * n + 4 * (cuda.threadIdx.x & 3))
         for m in range(p.shape[0]):
             for i in range(4):
-                p[m, n, i] = round_tf32(exp2_approx(p[m, n, i] - (lse1 if i & 1 else lse0)))
+                p[m, n, i] = operand(exp2_approx(p[m, n, i] - (lse1 if i & 1 else lse0)), tf32)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def score_gradients(dp, p, smem, numbers):
+def score_gradients(dp, p, smem, numbers, tf32):
     """Gradients dp of probabilities p become those of the scores, rounded."""
     for n in range(p.shape[1]):
         _, delta0, _, delta1 = load4(smem, numbers + 16 * n + 4 * (cuda.threadIdx.x & 3))
         for m in range(p.shape[0]):
             for i in range(4):
-                dp[m, n, i] = round_tf32(p[m, n, i] * (dp[m, n, i] - (delta1 if i & 1 else delta0)))
+                dp[m, n, i] = operand(p[m, n, i] * (dp[m, n, i] - (delta1 if i & 1 else delta0)), tf32)
 
 
 @functools.cache
@@ -552,9 +552,9 @@ def flash_tf32_atomics(hs):
         dk, dv = cuda.local.array((1, K, 4), float32), cuda.local.array((1, K, 4), float32)
         p, dp = cuda.local.array((1, 4, 4), float32), cuda.local.array((1, 4, 4), float32)
         factors = cuda.local.array((1, 2), float32)
-        load_rows(dk, qkv, first + C, 3 * C, row0, T, hs, SCALE2)
+        load_rows(dk, qkv, first + C, 3 * C, row0, T, hs, SCALE2, 1)
         keep_rows(smem, KEPT, dk)
-        load_rows(dv, qkv, first + 2 * C, 3 * C, row0, T, hs, ONE)
+        load_rows(dv, qkv, first + 2 * C, 3 * C, row0, T, hs, ONE, 1)
         keep_rows(smem, VALUE, dv)
         clear(dk)
         clear(dv)
@@ -571,15 +571,15 @@ def flash_tf32_atomics(hs):
                     smem, (step + 1) & 1, HS, hs, QUERIES, STATS, query0 + QUERIES, stats, dout, qkv, first, first_out, first_stats
                 )
             clear(p)
-            add_rows_product_kept(p, smem, KEPT, smem, now, HS)
+            add_rows_product_kept(p, smem, KEPT, smem, now, HS, 1)
             if query0 < row0 + 16:
                 mask_below(p, row0 - query0)
-            probabilities(p, smem, numbers)
-            add_columns_product(dv, p, smem, 2 * TILE + now, HS)
+            probabilities(p, smem, numbers, 1)
+            add_columns_product(dv, p, smem, 2 * TILE + now, HS, 1)
             clear(dp)
-            add_rows_product_kept(dp, smem, VALUE, smem, 2 * TILE + now, HS)
-            score_gradients(dp, p, smem, numbers)
-            add_columns_product(dk, dp, smem, now, HS)
+            add_rows_product_kept(dp, smem, VALUE, smem, 2 * TILE + now, HS, 1)
+            score_gradients(dp, p, smem, numbers, 1)
+            add_columns_product(dk, dp, smem, now, HS, 1)
             for n in range(4):
                 for r in range(2):
                     at = DS + (16 * warp + 8 * r + g) * 32 + 4 * ((2 * n + (t >> 1)) ^ swizzle(g)) + 2 * (t & 1)
@@ -639,7 +639,7 @@ def attention_backward6(dqkv, dout, qkv, out, lse, NH, *, stream=0):
 
 
 @functools.cache
-def flash_tf32_dq(hs, M, KEYS, blocks):
+def flash_tf32_dq(hs, M, KEYS, blocks, TF32=1):
     """The kernel that owns queries, 16 M a warp, and walks over their keys, KEYS a step."""
     HS = 32 * ceil_div(hs, 32)
     K, N, QUERIES, TILE = HS // 8, KEYS // 8, 64 * M, KEYS * HS
@@ -663,9 +663,9 @@ def flash_tf32_dq(hs, M, KEYS, blocks):
         q, dq = cuda.local.array((M, K, 4), float32), cuda.local.array((M, K, 4), float32)
         p, dp = cuda.local.array((M, N, 4), float32), cuda.local.array((M, N, 4), float32)
         lse2, delta = cuda.local.array((M, 2), float32), cuda.local.array((M, 2), float32)
-        load_rows(q, dout, first_out, C, row0, T, hs, ONE)
+        load_rows(q, dout, first_out, C, row0, T, hs, ONE, TF32)
         keep_rows(smem, DOUT, q)
-        load_rows(q, qkv, first, 3 * C, row0, T, hs, SCALE2)
+        load_rows(q, qkv, first, 3 * C, row0, T, hs, SCALE2, TF32)
         for m in range(M):
             for r in range(2):
                 row = row0 + 16 * m + 8 * r + g
@@ -688,8 +688,9 @@ def flash_tf32_dq(hs, M, KEYS, blocks):
         for step in range(steps):
             now = (step & 1) * TILE
             cp_async_wait(0)
-            round_staged(smem, now, HS, KEYS)
-            round_staged(smem, 2 * TILE + now, HS, KEYS)
+            if TF32 == 1:
+                round_staged(smem, now, HS, KEYS)
+                round_staged(smem, 2 * TILE + now, HS, KEYS)
             cuda.syncthreads()
             key0 = (step + 1) * KEYS
             if step + 1 < steps:
@@ -699,18 +700,18 @@ def flash_tf32_dq(hs, M, KEYS, blocks):
             key0 = step * KEYS
             if key0 < row0 + 16 * M:
                 clear(p)
-                add_rows_product(p, q, smem, now, HS)
+                add_rows_product(p, q, smem, now, HS, TF32)
                 if key0 + KEYS > row0:
                     mask_above(p, row0 - key0)
                 clear(dp)
-                add_rows_product_kept(dp, smem, DOUT, smem, 2 * TILE + now, HS)
+                add_rows_product_kept(dp, smem, DOUT, smem, 2 * TILE + now, HS, TF32)
                 for m in range(M):
                     for n in range(N):
                         for i in range(4):
                             r = i >> 1
                             x = exp2_approx(p[m, n, i] - lse2[m, r])
-                            dp[m, n, i] = round_tf32(x * (dp[m, n, i] - delta[m, r]))
-                add_columns_product(dq, dp, smem, now, HS)
+                            dp[m, n, i] = operand(x * (dp[m, n, i] - delta[m, r]), TF32)
+                add_columns_product(dq, dp, smem, now, HS, TF32)
         for m in range(M):
             for r in range(2):
                 lse2[m, r] = SCALE
@@ -720,7 +721,7 @@ def flash_tf32_dq(hs, M, KEYS, blocks):
 
 
 @functools.cache
-def flash_tf32_dkv(hs, M, QUERIES, blocks):
+def flash_tf32_dkv(hs, M, QUERIES, blocks, TF32=1):
     """The kernel that owns keys and values, 16 M a warp, and walks over the queries that see them, QUERIES a step."""
     HS = 32 * ceil_div(hs, 32)
     K, N, KEYS, TILE = HS // 8, QUERIES // 8, 64 * M, QUERIES * HS
@@ -744,17 +745,18 @@ def flash_tf32_dkv(hs, M, QUERIES, blocks):
         dk, dv = cuda.local.array((M, K, 4), float32), cuda.local.array((M, K, 4), float32)
         p, dp = cuda.local.array((M, N, 4), float32), cuda.local.array((M, N, 4), float32)
         factors = cuda.local.array((M, 2), float32)
-        load_rows(dk, qkv, first + C, 3 * C, row0, T, hs, SCALE2)
+        load_rows(dk, qkv, first + C, 3 * C, row0, T, hs, SCALE2, TF32)
         keep_rows(smem, KEY, dk)
-        load_rows(dv, qkv, first + 2 * C, 3 * C, row0, T, hs, ONE)
+        load_rows(dv, qkv, first + 2 * C, 3 * C, row0, T, hs, ONE, TF32)
         keep_rows(smem, VALUE, dv)
         clear(dk)
         clear(dv)
         for step in range(step0, steps):
             query0, now, numbers = step * QUERIES, (step & 1) * TILE, STATS + (step & 1) * 2 * QUERIES
             cp_async_wait(0)
-            round_staged(smem, now, HS, QUERIES)
-            round_staged(smem, 2 * TILE + now, HS, QUERIES)
+            if TF32 == 1:
+                round_staged(smem, now, HS, QUERIES)
+                round_staged(smem, 2 * TILE + now, HS, QUERIES)
             cuda.syncthreads()
             if step + 1 < steps:
                 stage_queries(
@@ -762,15 +764,15 @@ def flash_tf32_dkv(hs, M, QUERIES, blocks):
                 )
             if query0 + QUERIES > row0:  # else every query of the step is before the warp's keys
                 clear(p)
-                add_rows_product_kept(p, smem, KEY, smem, now, HS)
+                add_rows_product_kept(p, smem, KEY, smem, now, HS, TF32)
                 if query0 < row0 + 16 * M:
                     mask_below(p, row0 - query0)
-                probabilities(p, smem, numbers)
-                add_columns_product(dv, p, smem, 2 * TILE + now, HS)
+                probabilities(p, smem, numbers, TF32)
+                add_columns_product(dv, p, smem, 2 * TILE + now, HS, TF32)
                 clear(dp)
-                add_rows_product_kept(dp, smem, VALUE, smem, 2 * TILE + now, HS)
-                score_gradients(dp, p, smem, numbers)
-                add_columns_product(dk, dp, smem, now, HS)
+                add_rows_product_kept(dp, smem, VALUE, smem, 2 * TILE + now, HS, TF32)
+                score_gradients(dp, p, smem, numbers, TF32)
+                add_columns_product(dk, dp, smem, now, HS, TF32)
         for m in range(M):
             for r in range(2):
                 factors[m, r] = SCALE
@@ -783,19 +785,19 @@ def flash_tf32_dkv(hs, M, QUERIES, blocks):
     return flash_tf32_dkv_kernel
 
 
-def launch_flash_tf32_dq(dqkv, stats, dout, qkv, out, lse, NH, M, STEP, blocks, stream):
+def launch_flash_tf32_dq(dqkv, stats, dout, qkv, out, lse, NH, M, STEP, blocks, stream, tf32=1):
     B, T, C = out.shape
     hs = head_size(C, NH)
     nbytes = 4 * 32 * ceil_div(hs, 32) * (4 * STEP + 64 * M)
-    kernel = flash_tf32_dq(hs, M, STEP, blocks)
+    kernel = flash_tf32_dq(hs, M, STEP, blocks, tf32)
     big_shared(kernel, (B * NH, ceil_div(T, 64 * M)), THREADS, stream, nbytes)(dqkv, stats, dout, qkv, out, lse, NH)
 
 
-def launch_flash_tf32_dkv(dqkv, stats, dout, qkv, NH, M, STEP, blocks, stream):
+def launch_flash_tf32_dkv(dqkv, stats, dout, qkv, NH, M, STEP, blocks, stream, tf32=1):
     B, T, C = dout.shape
     hs = head_size(C, NH)
     nbytes = 4 * (32 * ceil_div(hs, 32) * (4 * STEP + 2 * 64 * M) + 4 * STEP)
-    kernel = flash_tf32_dkv(hs, M, STEP, blocks)
+    kernel = flash_tf32_dkv(hs, M, STEP, blocks, tf32)
     big_shared(kernel, (B * NH, ceil_div(T, 64 * M)), THREADS, stream, nbytes)(dqkv, stats, dout, qkv, NH)
 
 
@@ -1017,3 +1019,16 @@ def attention_backward8(dqkv, dout, qkv, out, lse, NH, *, stream=0):
     dq(dqkv, stats, dout, qkv, out, lse, NH)
     dkv = big_shared(flash_wgmma_dkv(), grid, hopper.THREADS, stream, 4 * 3 * (4 * hopper.TILE + 2 * hopper.STEP))
     dkv(dqkv, stats, dout, qkv, NH)
+
+
+# Version 9 ------------------------------------------------------------------------------------------------------------
+
+
+@attention_backward.version(9, "the digits of fp32: three products of TF32 for each", precision="3xtf32", needs_cc=(8, 0))
+def attention_backward9(dqkv, dout, qkv, out, lse, NH, *, stream=0):
+    """As attention_backward5."""
+    B, T, C = out.shape
+    stats = statistics(B, T, NH)
+    wide = C // NH > 64
+    launch_flash_tf32_dq(dqkv, stats, dout, qkv, out, lse, NH, 1, 32, 2 if wide else 3, stream, tf32=3)
+    launch_flash_tf32_dkv(dqkv, stats, dout, qkv, NH, 1, 16 if wide else 32, 2, stream, tf32=3)

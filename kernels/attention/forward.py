@@ -33,10 +33,10 @@ from kernels.attention.tiles import (
     head_size,
     load_rows,
     mask_above,
+    operand,
     quad_max,
     quad_sum,
     round_staged,
-    round_tf32,
     stage,
     store_rows,
 )
@@ -373,7 +373,7 @@ def attention_forward5(out, lse, qkv, NH, *, stream=0):
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def online_softmax(s, o, top, total):
+def online_softmax(s, o, top, total, tf32):
     """Scores s, in units of ln 2, become exponentials over the maximum so far, rounded; what o and total hold is scaled to it."""
     for m in range(s.shape[0]):
         for r in range(2):
@@ -388,7 +388,7 @@ def online_softmax(s, o, top, total):
                 for i in range(2):
                     p = exp2_approx(s[m, n, 2 * r + i] - x)
                     y += p
-                    s[m, n, 2 * r + i] = round_tf32(p)
+                    s[m, n, 2 * r + i] = operand(p, tf32)
             total[m, r] = y
             for n in range(o.shape[1]):
                 o[m, n, 2 * r] *= shrink
@@ -396,8 +396,8 @@ def online_softmax(s, o, top, total):
 
 
 @functools.cache
-def flash_tf32(hs, M, KEYS, heavy_first, blocks):
-    """The kernel for a head size: 16 M queries a warp, KEYS keys a step."""
+def flash_tf32(hs, M, KEYS, heavy_first, blocks, TF32=1):
+    """The kernel for a head size: 16 M queries a warp, KEYS keys a step, TF32 products that make one."""
     HS = 32 * ceil_div(hs, 32)
     K, N, QUERIES, TILE = HS // 8, KEYS // 8, 64 * M, KEYS * HS
     SCALE = float32(LOG2E / math.sqrt(hs))
@@ -419,7 +419,7 @@ def flash_tf32(hs, M, KEYS, heavy_first, blocks):
         s = cuda.local.array((M, N, 4), float32)
         o = cuda.local.array((M, K, 4), float32)
         top, total = cuda.local.array((M, 2), float32), cuda.local.array((M, 2), float32)
-        load_rows(q, qkv, first, 3 * C, row0, T, hs, SCALE)
+        load_rows(q, qkv, first, 3 * C, row0, T, hs, SCALE, TF32)
         clear(o)
         for m in range(M):
             for r in range(2):
@@ -429,8 +429,9 @@ def flash_tf32(hs, M, KEYS, heavy_first, blocks):
         for step in range(steps):
             now = (step & 1) * TILE
             cp_async_wait(0)
-            round_staged(smem, now, HS, KEYS)
-            round_staged(smem, 2 * TILE + now, HS, KEYS)
+            if TF32 == 1:
+                round_staged(smem, now, HS, KEYS)
+                round_staged(smem, 2 * TILE + now, HS, KEYS)
             cuda.syncthreads()
             key0 = (step + 1) * KEYS
             if step + 1 < steps:
@@ -440,11 +441,11 @@ def flash_tf32(hs, M, KEYS, heavy_first, blocks):
             key0 = step * KEYS
             if key0 < row0 + 16 * M:  # else every key of the step is right of the warp's rows
                 clear(s)
-                add_rows_product(s, q, smem, now, HS)
+                add_rows_product(s, q, smem, now, HS, TF32)
                 if key0 + KEYS > row0:
                     mask_above(s, row0 - key0)
-                online_softmax(s, o, top, total)
-                add_columns_product(o, s, smem, 2 * TILE + now, HS)
+                online_softmax(s, o, top, total, TF32)
+                add_columns_product(o, s, smem, 2 * TILE + now, HS, TF32)
         for m in range(M):
             for r in range(2):
                 y = quad_sum(total[m, r])
@@ -457,10 +458,10 @@ def flash_tf32(hs, M, KEYS, heavy_first, blocks):
     return flash_tf32_kernel
 
 
-def launch_flash_tf32(out, lse, qkv, NH, M, KEYS, heavy_first, blocks, stream):
+def launch_flash_tf32(out, lse, qkv, NH, M, KEYS, heavy_first, blocks, stream, tf32=1):
     B, T, C = out.shape
     hs = head_size(C, NH)
-    kernel = flash_tf32(hs, M, KEYS, heavy_first, blocks)
+    kernel = flash_tf32(hs, M, KEYS, heavy_first, blocks, tf32)
     grid = (B * NH, ceil_div(T, 64 * M))
     nbytes = 4 * 4 * KEYS * 32 * ceil_div(hs, 32)
     big_shared(kernel, grid, THREADS, stream, nbytes)(out, lse, qkv, NH)
@@ -582,3 +583,12 @@ def attention_forward8(out, lse, qkv, NH, *, stream=0):
     hopper.check_head_size(head_size(C, NH))
     grid, nbytes = (B * NH, ceil_div(T, hopper.ROWS)), 4 * 7 * hopper.TILE
     big_shared(flash_wgmma(), grid, hopper.THREADS, stream, nbytes)(out, lse, qkv, NH)
+
+
+# Version 9 ------------------------------------------------------------------------------------------------------------
+
+
+@attention_forward.version(9, "the digits of fp32: three products of TF32 for each", precision="3xtf32", needs_cc=(8, 0))
+def attention_forward9(out, lse, qkv, NH, *, stream=0):
+    """As attention_forward6."""
+    launch_flash_tf32(out, lse, qkv, NH, 1, 32, True, 3 if out.shape[2] // NH <= 64 else 2, stream, tf32=3)

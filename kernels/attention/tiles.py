@@ -14,8 +14,8 @@ where it is: no shuffles. See doc/attention.md for the drawing.
 import math
 
 from kernels.device import FULL_MASK, cuda, float32, int32, load4, mma_tf32, need, store4
-from kernels.intrinsics import cp_async16_zfill
-from kernels.matmul.cores import round_tf32
+from kernels.intrinsics import TF32, cp_async16_zfill, ptx
+from kernels.matmul.cores import round_tf32, seen
 
 LOG2E = math.log2(math.e)
 MASKED = float32(-1e30)  # a score that must not count: finite, so that nothing becomes inf - inf
@@ -86,8 +86,53 @@ def mma(acc, m, n, a0, a1, a2, a3, b0, b1):
     )
 
 
+_REST = "and.b32 {0}, {1}, 0xffffe000; sub.f32 {0}, {2}, {0};"  # {2} less what a tensor core sees of {1}
+_ROUND = "add.s32 {0}, {1}, 0x1000; max.s32 {0}, {1}, {0};"
+_MMA = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{}}}, {{{}}}, {{{}}}, {{{}}};"
+_SUMS, _A, _REST_A, _B, _REST_B = "d0, d1, d2, d3", "$8, $9, $10, $11", "p0, p1, p2, p3", "s0, s1", "q0, q1"
+
+
+@ptx(
+    "{.reg .b32 p0, p1, p2, p3, s0, s1, q0, q1; .reg .f32 d0, d1, d2, d3;"
+    + "".join(_REST.format(f"p{i}", f"${8 + i}", f"${8 + i}") for i in range(4))
+    + "".join(_ROUND.format(f"s{i}", f"${12 + i}") + _REST.format(f"q{i}", f"s{i}", f"${12 + i}") for i in range(2))
+    + _MMA.format(_SUMS, _REST_A, _B, "$4, $5, $6, $7")
+    + _MMA.format(_SUMS, _A, _REST_B, _SUMS)
+    + _MMA.format("$0, $1, $2, $3", _A, _B, _SUMS)
+    + "}",
+    returns=(float32,) * 4, takes=(float32,) * 4 + (TF32,) * 6, pure=True, collective=True,
+)  # fmt: skip
+def mma_3xtf32(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1):
+    """mma_tf32 with nearly all digits of a and b: three products of TF32, as split_core makes them.
+
+    In one piece: the compiler would compute the rest of what a loop does not change before the loop, which takes twice the
+    registers, and leave loops with so many pieces in them rolled up. The assembler sees the pieces, finds what is computed
+    twice, and deals them out between other products."""
+    s0, s1 = round_tf32(b0), round_tf32(b1)
+    d0, d1, d2, d3 = mma_tf32(c0, c1, c2, c3, a0 - seen(a0), a1 - seen(a1), a2 - seen(a2), a3 - seen(a3), s0, s1)
+    d0, d1, d2, d3 = mma_tf32(d0, d1, d2, d3, a0, a1, a2, a3, b0 - seen(s0), b1 - seen(s1))
+    return mma_tf32(d0, d1, d2, d3, a0, a1, a2, a3, s0, s1)
+
+
 @cuda.jit(device=True, cache=True, forceinline=True)
-def add_rows_product(acc, a, tile, base, HS):
+def multiply(acc, m, n, a0, a1, a2, a3, b0, b1, tf32):
+    """acc[m, n] += a @ b, made of tf32 products of TF32: one, for which `operand` has rounded, or three."""
+    if tf32 == 3:
+        acc[m, n, 0], acc[m, n, 1], acc[m, n, 2], acc[m, n, 3] = mma_3xtf32(
+            acc[m, n, 0], acc[m, n, 1], acc[m, n, 2], acc[m, n, 3], a0, a1, a2, a3, b0, b1
+        )
+    else:
+        mma(acc, m, n, a0, a1, a2, a3, b0, b1)
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def operand(x, tf32):
+    """x as `multiply` takes it: three products take it as it is."""
+    return x if tf32 == 3 else round_tf32(x)
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def add_rows_product(acc, a, tile, base, HS, tf32):
     """acc += a @ tile.T, contracted over the head; a (m, HS / 8, 4) holds the warp's rows, as load_rows leaves them.
 
     Of each 16 channels lane (g, t) has channels 4 t to 4 t + 3: the first two are what a step calls t and t + 4, the last
@@ -101,8 +146,8 @@ def add_rows_product(acc, a, tile, base, HS):
         for n in range(acc.shape[1]):
             b0, b1, b2, b3 = load4(tile, start + 8 * n * HS + column)
             for m in range(acc.shape[0]):
-                mma(acc, m, n, a[m, 2 * k, 0], a[m, 2 * k, 1], a[m, 2 * k, 2], a[m, 2 * k, 3], b0, b1)
-                mma(acc, m, n, a[m, 2 * k + 1, 0], a[m, 2 * k + 1, 1], a[m, 2 * k + 1, 2], a[m, 2 * k + 1, 3], b2, b3)
+                multiply(acc, m, n, a[m, 2 * k, 0], a[m, 2 * k, 1], a[m, 2 * k, 2], a[m, 2 * k, 3], b0, b1, tf32)
+                multiply(acc, m, n, a[m, 2 * k + 1, 0], a[m, 2 * k + 1, 1], a[m, 2 * k + 1, 2], a[m, 2 * k + 1, 3], b2, b3, tf32)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
@@ -121,7 +166,7 @@ def kept(base, i):
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def add_rows_product_kept(acc, smem, a_base, tile, base, HS):
+def add_rows_product_kept(acc, smem, a_base, tile, base, HS, tf32):
     """add_rows_product with rows that keep_rows has laid down."""
     lane = cuda.threadIdx.x & 31
     g, t = lane >> 2, lane & 3
@@ -135,37 +180,56 @@ def add_rows_product_kept(acc, smem, a_base, tile, base, HS):
         for n in range(acc.shape[1]):
             b0, b1, b2, b3 = load4(tile, start + 8 * n * HS + column)
             for m in range(acc.shape[0]):
-                mma(acc, m, n, a[m, 2 * k, 0], a[m, 2 * k, 1], a[m, 2 * k, 2], a[m, 2 * k, 3], b0, b1)
-                mma(acc, m, n, a[m, 2 * k + 1, 0], a[m, 2 * k + 1, 1], a[m, 2 * k + 1, 2], a[m, 2 * k + 1, 3], b2, b3)
+                multiply(acc, m, n, a[m, 2 * k, 0], a[m, 2 * k, 1], a[m, 2 * k, 2], a[m, 2 * k, 3], b0, b1, tf32)
+                multiply(acc, m, n, a[m, 2 * k + 1, 0], a[m, 2 * k + 1, 1], a[m, 2 * k + 1, 2], a[m, 2 * k + 1, 3], b2, b3, tf32)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def add_columns_product(acc, p, tile, base, HS):
+def add_columns_product(acc, p, tile, base, HS, tf32):
     """acc += p @ tile, contracted over the tile's rows; p (m, k, 4) is an accumulator of its 8 k rows.
 
     Of each 8 rows lane (g, t) has rows 2 t and 2 t + 1 of p's columns: what the step calls t and t + 4. It reads 4
     channels of both, 4 g to 4 g + 3 of each 32, one for each of 4 column tiles. So acc[m, 4 h + i, c] is channel
     32 h + 4 (2 t + (c & 1)) + i: store_rows knows.
+
+    Three products of TF32 are added up over the tile alone inside the tensor core, which cuts off as it adds; acc gets the sum.
     """
+    if tf32 == 3:
+        part = cuda.local.array((2, 4, 4), float32)
+        for h in range(HS // 32):
+            clear(part)
+            for k in range(p.shape[1]):
+                add_columns(part, 0, p, k, tile, base, HS, h, tf32)
+            for m in range(acc.shape[0]):
+                for n in range(4):
+                    for i in range(4):
+                        acc[m, 4 * h + n, i] += part[m, n, i]
+    else:
+        for k in range(p.shape[1]):
+            for h in range(HS // 32):
+                add_columns(acc, 4 * h, p, k, tile, base, HS, h, tf32)
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def add_columns(acc, n, p, k, tile, base, HS, h, tf32):
+    """Of add_columns_product the tile's rows 8 k to 8 k + 7 and channels 32 h to 32 h + 31, in column tiles n to n + 3 of acc."""
     lane = cuda.threadIdx.x & 31
     g, t = lane >> 2, lane & 3
     even = base + 2 * t * HS + 4 * (g ^ swizzle(2 * t))
     odd = base + (2 * t + 1) * HS + 4 * (g ^ swizzle(2 * t + 1))
-    for k in range(p.shape[1]):
-        for h in range(HS // 32):
-            x0, x1, x2, x3 = load4(tile, even + 8 * k * HS + 32 * h)
-            y0, y1, y2, y3 = load4(tile, odd + 8 * k * HS + 32 * h)
-            for m in range(acc.shape[0]):
-                a0, a1, a2, a3 = p[m, k, 0], p[m, k, 2], p[m, k, 1], p[m, k, 3]
-                mma(acc, m, 4 * h, a0, a1, a2, a3, x0, y0)
-                mma(acc, m, 4 * h + 1, a0, a1, a2, a3, x1, y1)
-                mma(acc, m, 4 * h + 2, a0, a1, a2, a3, x2, y2)
-                mma(acc, m, 4 * h + 3, a0, a1, a2, a3, x3, y3)
+    x0, x1, x2, x3 = load4(tile, even + 8 * k * HS + 32 * h)
+    y0, y1, y2, y3 = load4(tile, odd + 8 * k * HS + 32 * h)
+    for m in range(p.shape[0]):
+        a0, a1, a2, a3 = p[m, k, 0], p[m, k, 2], p[m, k, 1], p[m, k, 3]
+        multiply(acc, m, n, a0, a1, a2, a3, x0, y0, tf32)
+        multiply(acc, m, n + 1, a0, a1, a2, a3, x1, y1, tf32)
+        multiply(acc, m, n + 2, a0, a1, a2, a3, x2, y2, tf32)
+        multiply(acc, m, n + 3, a0, a1, a2, a3, x3, y3, tf32)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def load_rows(a, source, first, stride, row0, T, hs, factor):
-    """a (m, HS / 8, 4): the warp's rows from row0 on, times the factor, rounded, for add_rows_product; zeros from T on."""
+def load_rows(a, source, first, stride, row0, T, hs, factor, tf32):
+    """a (m, HS / 8, 4): the warp's rows from row0 on, times the factor, for add_rows_product; zeros from T on."""
     lane = cuda.threadIdx.x & 31
     g, t = lane >> 2, lane & 3
     for m in range(a.shape[0]):
@@ -175,10 +239,10 @@ def load_rows(a, source, first, stride, row0, T, hs, factor):
                 x0, x1, x2, x3 = float32(0), float32(0), float32(0), float32(0)
                 if row < T and 16 * k < hs:
                     x0, x1, x2, x3 = load4(source, first + row * stride + 16 * k + 4 * t)
-                a[m, 2 * k, r] = round_tf32(x0 * factor)
-                a[m, 2 * k, 2 + r] = round_tf32(x1 * factor)
-                a[m, 2 * k + 1, r] = round_tf32(x2 * factor)
-                a[m, 2 * k + 1, 2 + r] = round_tf32(x3 * factor)
+                a[m, 2 * k, r] = operand(x0 * factor, tf32)
+                a[m, 2 * k, 2 + r] = operand(x1 * factor, tf32)
+                a[m, 2 * k + 1, r] = operand(x2 * factor, tf32)
+                a[m, 2 * k + 1, 2 + r] = operand(x3 * factor, tf32)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
