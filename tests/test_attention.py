@@ -150,7 +150,7 @@ def test_every_head_size_is_right_over_many_tiles(version, hs):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", [5, 7, 8])
+@pytest.mark.parametrize("number", [5, 7, 8, 9])
 def test_the_gradients_are_the_same_bits_again(number):
     version = attention_backward.versions[number]
     skip_where_it_cannot_run(version)
@@ -219,11 +219,60 @@ def test_an_unrounded_operand_would_show():
     assert abs(np.mean(rounded.astype(np.float64) - x)) < 1e-5 < 2e-4 < abs(np.mean(cut(x).astype(np.float64) - x))
 
 
+# ---- version 9: three products of TF32 ----
+
+
+def check_digits(sums: int):
+    """One warp multiplies 16 x 8 by 8 x 8 and adds it up `sums` times: one product of TF32 sees 2^-11 of its operands, three see
+    2^-22. What a tensor core cuts off as it adds comes on top, each time."""
+    from kernels.attention.tiles import multiply
+    from kernels.device import cuda, float32
+
+    @cuda.jit
+    def product(out, a, b, tf32):
+        acc, small = cuda.local.array((1, 1, 4), float32), cuda.local.array((1, 1, 4), float32)
+        g, t = cuda.threadIdx.x >> 2, cuda.threadIdx.x & 3
+        for i in range(4):
+            acc[0, 0, i], small[0, 0, i] = float32(0), float32(0)
+        for _ in range(sums):
+            a0, a1, a2, a3 = a[g, t], a[g + 8, t], a[g, t + 4], a[g + 8, t + 4]
+            multiply(acc, small, 0, 0, a0, a1, a2, a3, b[t, g], b[t + 4, g], tf32)
+        for i in range(4):
+            out[g + 8 * (i >> 1), 2 * t + (i & 1)] = acc[0, 0, i] + small[0, 0, i]
+
+    rng, errors = np.random.default_rng(11), {}
+    a, b = rng.uniform(1, 2, (16, 8)).astype(np.float32), rng.uniform(1, 2, (8, 8)).astype(np.float32)
+    for tf32 in 1, 3:
+        out = to_device(np.empty((16, 8), np.float32))
+        product[1, 32](out, to_device(a), to_device(b), tf32)
+        synchronize()
+        errors[tf32] = relative_error(to_host(out), sums * (a.astype(np.float64) @ b.astype(np.float64)))
+    assert errors[1] > 1e-4 and errors[3] < 2**-22 + sums * 2**-23, errors
+
+
+@simulated
+def test_three_products_have_nearly_all_digits():
+    check_digits(4)
+
+
+@pytest.mark.gpu
+def test_three_products_have_nearly_all_digits_on_the_gpu():
+    check_digits(8)  # as many as a head of 64 channels takes
+
+
+@simulated
+def test_three_products_are_right_over_many_tiles():
+    """Three steps, so that a buffer is used again."""
+    problem = Problem.of(attention_forward, {"B": 1, "T": 130, "NH": 1, "hs": 16}, seed=12)
+    errors = check(attention_forward.versions[9], problem)
+    assert max(errors.values()) < 1e-6, errors
+
+
 NAN_OF_A_GPU = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
 @simulated
-@pytest.mark.parametrize("number", [4, 5, 6, 7])
+@pytest.mark.parametrize("number", [4, 5, 6, 7, 9])
 @pytest.mark.parametrize("part", ["query", "key", "value"])
 def test_a_nan_shows_in_every_row_that_sees_it(number, part):
     """Training on would hide it. Rounding adds to the bits of a number: those of a NaN must stay a NaN's."""
@@ -234,7 +283,7 @@ def test_a_nan_shows_in_every_row_that_sees_it(number, part):
 
 
 @simulated
-@pytest.mark.parametrize("number", [4, 5, 6, 7, 8])
+@pytest.mark.parametrize("number", [4, 5, 6, 7, 8, 9])
 @pytest.mark.parametrize("name", ["dout", "qkv"])
 def test_a_nan_shows_in_the_gradients(number, name):
     problem = Problem.of(attention_backward, {"B": 1, "T": 5, "NH": 1, "hs": 64})

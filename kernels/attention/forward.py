@@ -11,6 +11,7 @@ version 5: flash in float32, 16 scores a thread in registers: 8 multiply-adds a 
 version 6: both products on the tensor cores, the next keys and values copied while these are used
 version 7: twice the queries a warp, so half the loads a product; long rows first, so that no block is last with much to do
 version 8: Hopper's wgmma: four warps together, which leave it to the tensor cores to read keys and values from shared memory
+version 9: version 6 with three products of TF32 for each: the digits of version 5 in less than half of its time
 """
 
 import functools
@@ -396,8 +397,8 @@ def online_softmax(s, o, top, total, tf32):
 
 
 @functools.cache
-def flash_tf32(hs, M, KEYS, heavy_first, blocks, TF32=1):
-    """The kernel for a head size: 16 M queries a warp, KEYS keys a step, TF32 products that make one."""
+def flash_tf32(hs, M, KEYS, heavy_first, blocks, TF32):
+    """The kernel for a head size: 16 M queries a warp, KEYS keys a step. TF32: how many products make one."""
     HS = 32 * ceil_div(hs, 32)
     K, N, QUERIES, TILE = HS // 8, KEYS // 8, 64 * M, KEYS * HS
     SCALE = float32(LOG2E / math.sqrt(hs))
@@ -588,7 +589,9 @@ def attention_forward8(out, lse, qkv, NH, *, stream=0):
 # Version 9 ------------------------------------------------------------------------------------------------------------
 
 
-@attention_forward.version(9, "the digits of fp32: three products of TF32 for each", precision="3xtf32", needs_cc=(8, 0))
+@attention_forward.version(
+    9, "flash on the tensor cores, three products of TF32 for each", precision="3xtf32", needs_cc=(8, 0)
+)
 def attention_forward9(out, lse, qkv, NH, *, stream=0):
     """As attention_forward6."""
-    launch_flash_tf32(out, lse, qkv, NH, 1, 32, True, 3 if out.shape[2] // NH <= 64 else 2, stream, tf32=3)
+    launch_flash_tf32(out, lse, qkv, NH, 1, 64 if out.shape[2] // NH <= 64 else 32, True, 2, stream, tf32=3)

@@ -1,4 +1,5 @@
-"""Tiles of a head in shared memory, and products with them on the tensor cores: what the TF32 flash kernels are made of.
+"""Tiles of a head in shared memory, and products with them on the tensor cores: what the flash kernels are made of, in
+TF32 or in three products of TF32.
 
 A tile holds some rows (queries or keys) of one head, HS floats each: the head size rounded up to a multiple of 32, the
 rest zeros. The flash kernels run blocks of 128 threads. In a warp, lane 4 g + t is called (g, t).
@@ -86,43 +87,59 @@ def mma(acc, m, n, a0, a1, a2, a3, b0, b1):
     )
 
 
-_REST = "and.b32 {0}, {1}, 0xffffe000; sub.f32 {0}, {2}, {0};"  # {2} less what a tensor core sees of {1}
 _ROUND = "add.s32 {0}, {1}, 0x1000; max.s32 {0}, {1}, {0};"
+_REST = "and.b32 {0}, {1}, 0xffffe000; sub.f32 {0}, {2}, {0};"  # {2} less what a tensor core sees of {1}
 _MMA = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{}}}, {{{}}}, {{{}}}, {{{}}};"
-_SUMS, _A, _REST_A, _B, _REST_B = "d0, d1, d2, d3", "$8, $9, $10, $11", "p0, p1, p2, p3", "s0, s1", "q0, q1"
+_A = "$16, $17, $18, $19"
 
 
+# The first product's result waits in c0 to c3: where it goes to there may lie what the other two still have to read.
 @ptx(
-    "{.reg .b32 p0, p1, p2, p3, s0, s1, q0, q1; .reg .f32 d0, d1, d2, d3;"
-    + "".join(_REST.format(f"p{i}", f"${8 + i}", f"${8 + i}") for i in range(4))
-    + "".join(_ROUND.format(f"s{i}", f"${12 + i}") + _REST.format(f"q{i}", f"s{i}", f"${12 + i}") for i in range(2))
-    + _MMA.format(_SUMS, _REST_A, _B, "$4, $5, $6, $7")
-    + _MMA.format(_SUMS, _A, _REST_B, _SUMS)
-    + _MMA.format("$0, $1, $2, $3", _A, _B, _SUMS)
+    "{.reg .b32 s0, s1, p0, p1, p2, p3, q0, q1; .reg .f32 c0, c1, c2, c3, d0, d1, d2, d3;"
+    + "".join(_REST.format(f"p{i}", f"${16 + i}", f"${16 + i}") for i in range(4))
+    + "".join(_ROUND.format(f"s{i}", f"${20 + i}") + _REST.format(f"q{i}", f"s{i}", f"${20 + i}") for i in range(2))
+    + _MMA.format("c0, c1, c2, c3", _A, "s0, s1", "$8, $9, $10, $11")
+    + _MMA.format("d0, d1, d2, d3", "p0, p1, p2, p3", "s0, s1", "$12, $13, $14, $15")
+    + _MMA.format("$4, $5, $6, $7", _A, "q0, q1", "d0, d1, d2, d3")
+    + "".join(f"mov.f32 ${i}, c{i};" for i in range(4))
     + "}",
-    returns=(float32,) * 4, takes=(float32,) * 4 + (TF32,) * 6, pure=True, collective=True,
+    returns=(float32,) * 8, takes=(float32,) * 8 + (TF32,) * 6, pure=True, collective=True,
 )  # fmt: skip
-def mma_3xtf32(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1):
-    """mma_tf32 with nearly all digits of a and b: three products of TF32, as split_core makes them.
+def mma_3xtf32(c0, c1, c2, c3, d0, d1, d2, d3, a0, a1, a2, a3, b0, b1):
+    """c + seen(a) @ seen(b), and d + rest(a) @ seen(b) + seen(a) @ rest(b): see split_core. b is rounded first, so that rest(b) has
+    either sign: rest(a) @ rest(b), which is left out, cancels.
 
     In one piece: the compiler would compute the rest of what a loop does not change before the loop, which takes twice the
-    registers, and leave loops with so many pieces in them rolled up. The assembler sees the pieces, finds what is computed
-    twice, and deals them out between other products."""
+    registers, and it would not unroll loops with so many pieces in them. The assembler computes nothing twice, and deals the
+    pieces out between products."""
     s0, s1 = round_tf32(b0), round_tf32(b1)
-    d0, d1, d2, d3 = mma_tf32(c0, c1, c2, c3, a0 - seen(a0), a1 - seen(a1), a2 - seen(a2), a3 - seen(a3), s0, s1)
+    p0, p1, p2, p3 = a0 - seen(a0), a1 - seen(a1), a2 - seen(a2), a3 - seen(a3)
+    d0, d1, d2, d3 = mma_tf32(d0, d1, d2, d3, p0, p1, p2, p3, s0, s1)
     d0, d1, d2, d3 = mma_tf32(d0, d1, d2, d3, a0, a1, a2, a3, b0 - seen(s0), b1 - seen(s1))
-    return mma_tf32(d0, d1, d2, d3, a0, a1, a2, a3, s0, s1)
+    return *mma_tf32(c0, c1, c2, c3, a0, a1, a2, a3, s0, s1), d0, d1, d2, d3
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def multiply(acc, m, n, a0, a1, a2, a3, b0, b1, tf32):
-    """acc[m, n] += a @ b, made of tf32 products of TF32: one, for which `operand` has rounded, or three."""
+def multiply(acc, small, m, n, a0, a1, a2, a3, b0, b1, tf32):
+    """acc[m, n] += a @ b in one product of TF32, of operands that are rounded. Or in three: acc + small is the sum then, as a
+    tensor core cuts off what it adds to a sum, and that is more the larger the sum."""
     if tf32 == 3:
-        acc[m, n, 0], acc[m, n, 1], acc[m, n, 2], acc[m, n, 3] = mma_3xtf32(
-            acc[m, n, 0], acc[m, n, 1], acc[m, n, 2], acc[m, n, 3], a0, a1, a2, a3, b0, b1
-        )
+        c0, c1, c2, c3, d0, d1, d2, d3 = mma_3xtf32(
+            acc[m, n, 0], acc[m, n, 1], acc[m, n, 2], acc[m, n, 3],
+            small[m, n, 0], small[m, n, 1], small[m, n, 2], small[m, n, 3], a0, a1, a2, a3, b0, b1,
+        )  # fmt: skip
+        acc[m, n, 0], acc[m, n, 1], acc[m, n, 2], acc[m, n, 3] = c0, c1, c2, c3
+        small[m, n, 0], small[m, n, 1], small[m, n, 2], small[m, n, 3] = d0, d1, d2, d3
     else:
         mma(acc, m, n, a0, a1, a2, a3, b0, b1)
+
+
+@cuda.jit(device=True, cache=True, forceinline=True)
+def add(acc, small):
+    for m in range(acc.shape[0]):
+        for n in range(acc.shape[1]):
+            for i in range(4):
+                acc[m, n, i] += small[m, n, i]
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
@@ -141,13 +158,18 @@ def add_rows_product(acc, a, tile, base, HS, tf32):
     lane = cuda.threadIdx.x & 31
     g, t = lane >> 2, lane & 3
     start = base + g * HS
+    small = cuda.local.array((2, 8, 4), float32)
+    clear(small)
     for k in range(HS // 16):
         column = 32 * (k >> 1) + 4 * ((4 * (k & 1) + t) ^ swizzle(g))
         for n in range(acc.shape[1]):
             b0, b1, b2, b3 = load4(tile, start + 8 * n * HS + column)
             for m in range(acc.shape[0]):
-                multiply(acc, m, n, a[m, 2 * k, 0], a[m, 2 * k, 1], a[m, 2 * k, 2], a[m, 2 * k, 3], b0, b1, tf32)
-                multiply(acc, m, n, a[m, 2 * k + 1, 0], a[m, 2 * k + 1, 1], a[m, 2 * k + 1, 2], a[m, 2 * k + 1, 3], b2, b3, tf32)
+                i, j = 2 * k, 2 * k + 1
+                multiply(acc, small, m, n, a[m, i, 0], a[m, i, 1], a[m, i, 2], a[m, i, 3], b0, b1, tf32)
+                multiply(acc, small, m, n, a[m, j, 0], a[m, j, 1], a[m, j, 2], a[m, j, 3], b2, b3, tf32)
+    if tf32 == 3:
+        add(acc, small)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
@@ -171,6 +193,8 @@ def add_rows_product_kept(acc, smem, a_base, tile, base, HS, tf32):
     lane = cuda.threadIdx.x & 31
     g, t = lane >> 2, lane & 3
     start = base + g * HS
+    small = cuda.local.array((2, 8, 4), float32)
+    clear(small)
     a = cuda.local.array((2, 16, 4), float32)  # indexed by k, so that the compiler unrolls the loop over k
     for k in range(HS // 16):
         column = 32 * (k >> 1) + 4 * ((4 * (k & 1) + t) ^ swizzle(g))
@@ -180,8 +204,11 @@ def add_rows_product_kept(acc, smem, a_base, tile, base, HS, tf32):
         for n in range(acc.shape[1]):
             b0, b1, b2, b3 = load4(tile, start + 8 * n * HS + column)
             for m in range(acc.shape[0]):
-                multiply(acc, m, n, a[m, 2 * k, 0], a[m, 2 * k, 1], a[m, 2 * k, 2], a[m, 2 * k, 3], b0, b1, tf32)
-                multiply(acc, m, n, a[m, 2 * k + 1, 0], a[m, 2 * k + 1, 1], a[m, 2 * k + 1, 2], a[m, 2 * k + 1, 3], b2, b3, tf32)
+                i, j = 2 * k, 2 * k + 1
+                multiply(acc, small, m, n, a[m, i, 0], a[m, i, 1], a[m, i, 2], a[m, i, 3], b0, b1, tf32)
+                multiply(acc, small, m, n, a[m, j, 0], a[m, j, 1], a[m, j, 2], a[m, j, 3], b2, b3, tf32)
+    if tf32 == 3:
+        add(acc, small)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
@@ -195,23 +222,24 @@ def add_columns_product(acc, p, tile, base, HS, tf32):
     Three products of TF32 are added up over the tile alone inside the tensor core, which cuts off as it adds; acc gets the sum.
     """
     if tf32 == 3:
-        part = cuda.local.array((2, 4, 4), float32)
+        part, small = cuda.local.array((2, 4, 4), float32), cuda.local.array((2, 4, 4), float32)
         for h in range(HS // 32):
             clear(part)
+            clear(small)
             for k in range(p.shape[1]):
-                add_columns(part, 0, p, k, tile, base, HS, h, tf32)
+                add_columns(part, small, 0, p, k, tile, base, HS, h, tf32)
             for m in range(acc.shape[0]):
                 for n in range(4):
                     for i in range(4):
-                        acc[m, 4 * h + n, i] += part[m, n, i]
+                        acc[m, 4 * h + n, i] += part[m, n, i] + small[m, n, i]
     else:
         for k in range(p.shape[1]):
             for h in range(HS // 32):
-                add_columns(acc, 4 * h, p, k, tile, base, HS, h, tf32)
+                add_columns(acc, acc, 4 * h, p, k, tile, base, HS, h, tf32)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
-def add_columns(acc, n, p, k, tile, base, HS, h, tf32):
+def add_columns(acc, small, n, p, k, tile, base, HS, h, tf32):
     """Of add_columns_product the tile's rows 8 k to 8 k + 7 and channels 32 h to 32 h + 31, in column tiles n to n + 3 of acc."""
     lane = cuda.threadIdx.x & 31
     g, t = lane >> 2, lane & 3
@@ -221,10 +249,10 @@ def add_columns(acc, n, p, k, tile, base, HS, h, tf32):
     y0, y1, y2, y3 = load4(tile, odd + 8 * k * HS + 32 * h)
     for m in range(p.shape[0]):
         a0, a1, a2, a3 = p[m, k, 0], p[m, k, 2], p[m, k, 1], p[m, k, 3]
-        multiply(acc, m, n, a0, a1, a2, a3, x0, y0, tf32)
-        multiply(acc, m, n + 1, a0, a1, a2, a3, x1, y1, tf32)
-        multiply(acc, m, n + 2, a0, a1, a2, a3, x2, y2, tf32)
-        multiply(acc, m, n + 3, a0, a1, a2, a3, x3, y3, tf32)
+        multiply(acc, small, m, n, a0, a1, a2, a3, x0, y0, tf32)
+        multiply(acc, small, m, n + 1, a0, a1, a2, a3, x1, y1, tf32)
+        multiply(acc, small, m, n + 2, a0, a1, a2, a3, x2, y2, tf32)
+        multiply(acc, small, m, n + 3, a0, a1, a2, a3, x3, y3, tf32)
 
 
 @cuda.jit(device=True, cache=True, forceinline=True)
