@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,8 @@ def read_kernels(words: tuple[str, ...], device: str, tf32: int) -> dict[str, in
         if reason := version.why_not():
             raise DataError(f"--kernel {word}: it {reason}")
         if version.precision not in PRECISIONS[tf32]:
-            raise DataError(f"--kernel {word}: it computes in TF32, which -f {tf32} rules out")
+            single = "single products of TF32" if tf32 else "TF32"
+            raise DataError(f"--kernel {word}: it computes in {single}, which -f {tf32} rules out")
         kernels[name] = version.number
     return kernels
 
@@ -201,7 +203,9 @@ RULE = "+-----------------------+-----------------------------------------------
 
 
 def row(name: str, value: object) -> None:
-    print(f"| {name:<21} | {value:<50} |", flush=True)
+    for line in textwrap.wrap(str(value), 50, break_long_words=False, break_on_hyphens=False) or [""]:
+        print(f"| {name:<21} | {line:<50} |", flush=True)
+        name = ""
 
 
 def pick_device(asked: str) -> str:

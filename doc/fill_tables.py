@@ -79,9 +79,9 @@ def best_table(results: dict, op: str) -> list[str]:
     for shape, here in by_shape(rows).items():
         zero, best = here.get(0), best_of(here)
         if best:
-            against, theirs = (f"{zero['us'] / best['us']:.0%}", f"{zero['us']:,.1f}") if zero else ("", "")
-            rate = f"{best['tflops']:.1f}" if best["tflops"] else ""
-            lines.append(f"| {shape} | {theirs} | {best['version']} | {best['us']:,.1f} | {rate} | {against} |")
+            number, us, against = of_best(best, zero)
+            theirs, rate = f"{zero['us']:,.1f}" if zero else "", f"{best['tflops']:.1f}" if best["tflops"] else ""
+            lines.append(f"| {shape} | {theirs} | {number} | {us} | {rate} | {against} |")
     return [*lines, "", f"{results['card']}. [Raw numbers]({raw(results)})"]
 
 
@@ -97,12 +97,18 @@ def fp32_table(results: dict, op: str) -> list[str]:
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for shape, here in arithmetic.items():
-        zero, ours, split = here[0]["us"], best_of(here), best_of(splits[shape])
-        lines.append(
-            f"| {shape} | {zero:,.1f} | {ours['version']} | {ours['us']:,.1f} | {zero / ours['us']:.0%} "
-            f"| {split['version']} | {split['us']:,.1f} | {split['tflops']:.1f} | {zero / split['us']:.0%} |"
-        )
+        zero, ours, split = here.get(0), best_of(here), best_of(splits.get(shape, {}))
+        cells = [shape, f"{zero['us']:,.1f}" if zero else "", *of_best(ours, zero), *of_best(split, zero)]
+        cells.insert(-1, f"{split['tflops']:.1f}" if split else "")
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", f"{results['card']}. [Raw numbers]({raw(results)})"]
+
+
+def of_best(best: dict | None, zero: dict | None) -> list[str]:
+    """Its number, its time, and how it stands to version 0: empty where it was not measured."""
+    if not best:
+        return ["", "", ""]
+    return [str(best["version"]), f"{best['us']:,.1f}", f"{zero['us'] / best['us']:.0%}" if zero else ""]
 
 
 def rows_to_compare(rows: list[dict], op: str) -> list[dict]:
@@ -110,7 +116,8 @@ def rows_to_compare(rows: list[dict], op: str) -> list[dict]:
     from kernels.op import load_all
 
     versions = load_all()[op].versions
-    return [row for row in rows if row["op"] == op and row["us"] and not versions[row["version"]].chooses]
+    known = [row for row in rows if row["op"] == op and row["us"] and row["version"] in versions]
+    return [row for row in known if not versions[row["version"]].chooses]
 
 
 def by_shape(rows: list[dict]) -> dict[str, dict[int, dict]]:

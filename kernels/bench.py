@@ -395,6 +395,9 @@ def main() -> None:
     everything = asked.ops is None and not (asked.steps or asked.losses or asked.trainer)
     if everything or asked.steps or asked.losses or asked.trainer:
         corpus.require(asked.i)  # before what takes long
+    unmatched = [name for name in asked.ops or [] if not any(name in op for op in load_all())]
+    if unmatched:
+        sys.exit(f"no op's name has {unmatched[0]} in it; there are {', '.join(sorted(load_all()))}")
     results = load()
     if everything or asked.ops is not None:
         measure_ops(asked.ops or [], results, not asked.unchecked)

@@ -9,6 +9,7 @@ What nobody waits for, the weights' gradients, runs aside, on a second stream: t
 one kernel leave idle take the first ones of another. In a graph that is a branch.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -41,6 +42,7 @@ class CudaBackend:
         self.stream, self.side = (cuda.external_stream(int(stream.handle)) for stream in self.core_streams)
         self.graph, self.overlap = graph, overlap
         self.scratch = object(), object()  # owners: of the main stream's launches, of those aside
+        weakref.finalize(self, free_scratch, *self.scratch).atexit = False
         self.readers: dict[int, object] = {}  # id of an array -> the event after the last that reads it aside
         self.graphs: dict[tuple, object] = {}
         self.warm: set[tuple] = set()
@@ -79,7 +81,8 @@ class CudaBackend:
         """What is queued within it comes after what was queued before, and beside what follows. It reads `array`: whoever
         is to write there joins first."""
         if not self.overlap:
-            yield
+            with scratch_of(self.scratch[1]):  # the same as later, when a graph is captured and nothing can be allocated
+                yield
             return
         now, done = cuda.event(timing=False), cuda.event(timing=False)
         now.record(self.stream)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from data.files import DataError, read_json, write_text
 from kernels.check import Problem, check, is_right
-from kernels.device import SIMULATE, TARGET, ShapeError, card_name, cuda, multiprocessors
+from kernels.device import SIMULATE, TARGET, ShapeError, card_name, cuda, free_scratch, multiprocessors
 from kernels.op import Op, Version
 from kernels.target import CACHE_FOLDER
 from kernels.timing import measure_bandwidth, measure_fp32, time_launches
@@ -94,7 +94,7 @@ def measure(
         try:
             if checked:
                 row.errors = check(version, problem, **options)
-                row.right = is_right(version, row.errors)
+                row.right = is_right(version, row.errors, row.precision)
             if timed and not SIMULATE:
                 _time(version, problem or Problem.untrue(op, shape, seed), options, row, repeats)
         except ShapeError as refusal:
@@ -103,6 +103,8 @@ def measure(
             if not keep_going:
                 raise
             row.right, row.refused = False, f"failed: {type(error).__name__}: {error}"[:300]
+        finally:
+            free_scratch(None)  # what belongs to no model
     return rows
 
 

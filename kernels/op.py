@@ -143,10 +143,13 @@ class Picked:
     """The picked version of every op as a namespace: `ops.gelu_forward(out, inp)`, like the module cpu_reference.
 
     picks: op name -> version number. Where a version refuses a shape or cannot run here, a library's takes its place, version
-    0, and else the next one down the ladder. tf32: how many products of TF32 make one product: 0, 1, or 3 for fp32's digits.
+    0, and else the next one down the ladder. tf32: how many products of TF32 make one product: 0, 1, or 3 for fp32's digits;
+    with 3 the versions that do so come before the library's.
     """
 
     def __init__(self, picks: dict[str, int], *, stream=0, tf32: int = 1, watch: Callable = lambda name: None):
+        if tf32 not in PRECISIONS:
+            raise ValueError(f"tf32 is how many products of TF32 make one: 0, 1 or 3, not {tf32}")
         self.picks, self.stream, self.tf32, self.watch = picks, stream, tf32, watch  # watch hears of each op's first call
         load_all()
 
@@ -169,7 +172,7 @@ class Picked:
 
         def launch(*args) -> Version:
             """Returns the version that took the call."""
-            reason = "all were ruled out"
+            reason = "all were ruled out (without fused ops, --fused 0, there may be more)"
             for version, options in ladder:
                 try:
                     version(*args, stream=self.stream, **options)

@@ -2,7 +2,7 @@
 
 model.py reads the file. A card that has no table of its own uses `default`. A version that gives the same bits every run is
 picked unless it costs more than 5% and more than 50 us: a training step takes thousands, and two runs that agree to the last
-bit are worth some of them.
+bit are worth some of them. (With -f 3, three products of TF32 for one, an op that can do so takes its last version instead.)
 
 What is fastest by itself need not be beside what runs aside in a step. With --step, those that come within a quarter of the
 fastest are tried in the training step itself (GPT-2 124M, B = 4, T = 1024), and its time decides.

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 import cpu_reference
-from kernels.device import TARGET, to_device, to_host
+from kernels.device import TARGET, ShapeError, to_device, to_host
 from kernels.intrinsics import to_tf32
 from kernels.matmul import engine, tma, wgmma
 from kernels.matmul.cores import round_tf32, seen
 from kernels.matmul.epilogue import ADD, BIAS, BIAS_GELU, BIAS_RESIDUAL, SLOPE, STORE
 from kernels.matmul.tiles import PAD, swizzle
 from kernels.matmul.transpose import transpose
+from kernels.op import load_all
 
 in_the_simulator = pytest.mark.skipif(TARGET != "simulator", reason="run with LLM_NUMBA_TARGET=simulator")
 rng = np.random.default_rng(0)
@@ -179,6 +180,20 @@ def test_a_nan_in_an_operand_reaches_the_product(tf32):
     out = np.zeros((4, 4), np.float32)
     engine.multiply(out, a, b, tf32=tf32)
     assert np.array_equal(np.isnan(out).any(axis=1), [False, False, True, False])
+
+
+@in_the_simulator
+@pytest.mark.parametrize("number", [12, 13, 16])
+def test_an_operand_that_is_not_aligned_is_refused_before_it_is_transposed(number):
+    def not_aligned(*shape):
+        return np.empty(np.prod(shape) + 1, np.float32)[1:].reshape(shape)
+
+    aligned = np.empty((8, 8), np.float32)
+    ops = load_all()
+    with pytest.raises(ShapeError, match="aligned to 16 bytes"):
+        ops["matmul_backward_input"].versions[number](np.empty((8, 8), np.float32), aligned, not_aligned(8, 8))
+    with pytest.raises(ShapeError, match="aligned to 16 bytes"):
+        ops["matmul_backward_weight"].versions[number](np.empty((8, 8), np.float32), aligned, not_aligned(8, 8), 0)
 
 
 @in_the_simulator

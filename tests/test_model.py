@@ -140,6 +140,8 @@ def test_a_model_that_is_closed_takes_nothing_from_another(name):
         if step == 4:
             with_it.close()
             cuda.to_device(np.full(1 << 24, np.nan, np.float32))  # where its memory was
+    for model in (alone, left):
+        model.close()
 
 
 def test_a_step_is_forward_backward_and_update(case):

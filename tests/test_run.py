@@ -514,6 +514,9 @@ def test_a_table_in_fp32_sets_fp32_beside_fp32(monkeypatch):
     assert "not been measured" in fill_tables.fp32_table(results, "matmul_forward")[0]
     results["rows in fp32"] = [row(0, 4, "fp32")]
     assert "| N=8 | 4.0 | 8 | 5.0 | 80% | 15 | 2.5 | 1.0 | 160% |" in fill_tables.fp32_table(results, "matmul_forward")
+    results["rows"] = [row(8, 5, "fp32"), {**row(15, 2.5, "3xtf32"), "right": False}, row(99, 1, "fp32")]
+    assert "| N=8 | 4.0 | 8 | 5.0 | 80% |  |  |  |  |" in fill_tables.fp32_table(results, "matmul_forward")
+    results["rows"] = [row(0, 1, "tf32"), row(8, 5, "fp32"), row(10, 2, "tf32")]
     assert "| N=8 | 1.0 | 10 | 2.0 | 1.0 | 50% |" in fill_tables.best_table(results, "matmul_forward")
 
 

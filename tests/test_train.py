@@ -469,6 +469,8 @@ def test_the_letter_f_decides_what_a_product_is_made_of(name):
     assert precisions(1)[-1] == "3xtf32" and "tf32" in precisions(1)
     assert precisions(3)[0] == "3xtf32" and "tf32" not in precisions(3)
     assert Picked({name: 8}, tf32=3).ladder(name)[0].number == 8  # who asks for another gets it
+    with pytest.raises(ValueError, match="0, 1 or 3, not 2"):
+        Picked({}, tf32=2)
 
 
 @pytest.mark.skipif("simulator" not in os.environ["LLM_NUMBA_TARGET"], reason="run with LLM_NUMBA_TARGET=simulator")

@@ -173,7 +173,7 @@ def matmul_backward_input14(dinp, dout, weight, *, stream=0):
 
 
 @matmul_backward_input.version(
-    15, "the digits of fp32 from three products of mma.sync", precision="3xtf32", needs_cc=(8, 0)
+    15, "fp32's digits from three products of mma.sync", precision="3xtf32", needs_cc=(8, 0)
 )
 def matmul_backward_input15(dinp, dout, weight, *, stream=0):
     """As matmul_backward_input0."""
@@ -181,7 +181,7 @@ def matmul_backward_input15(dinp, dout, weight, *, stream=0):
 
 
 @matmul_backward_input.version(
-    16, "the same from three of wgmma, weight transposed first", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
+    16, "fp32's digits from three of wgmma, weight transposed first", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
 )
 def matmul_backward_input16(dinp, dout, weight, *, stream=0):
     """As matmul_backward_input0; C and OC multiples of 4."""
@@ -325,7 +325,7 @@ def matmul_backward_weight14(dweight, dout, inp, accumulate, *, stream=0):
 
 
 @matmul_backward_weight.version(
-    15, "the digits of fp32 from three products of mma.sync", precision="3xtf32", needs_cc=(8, 0)
+    15, "fp32's digits from three products of mma.sync", precision="3xtf32", needs_cc=(8, 0)
 )
 def matmul_backward_weight15(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight0."""
@@ -336,7 +336,7 @@ def matmul_backward_weight15(dweight, dout, inp, accumulate, *, stream=0):
 
 
 @matmul_backward_weight.version(
-    16, "the same from three of wgmma, one operand transposed first", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
+    16, "fp32's digits from three of wgmma, one operand transposed", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
 )
 def matmul_backward_weight16(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight12."""

@@ -151,7 +151,7 @@ def seen(x):
 def split_core(tile: Tile, a_m_major: bool, b_m_major: bool, epilogue: int, aligned: bool):
     """The digits of fp32 out of TF32: x is the 11 bits that a tensor core sees of it, and the rest, of which it sees 11 more. So
 
-        x y = seen(x) seen(y) + seen(x) rest(y) + rest(x) seen(y) + what is 2^-22 of it and left out
+        x y = seen(x) seen(y) + seen(x) rest(y) + rest(x) seen(y) + what is less than 2^-19 of it, and left out
 
     Three products, the small ones first. And a tensor core cuts off where fp32 arithmetic rounds when it adds: over K of thousands
     that alone would cost two digits. So it never adds up more than a step of BK; these sums are added in fp32 arithmetic. An

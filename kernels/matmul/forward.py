@@ -488,7 +488,7 @@ def matmul_forward14(out, inp, weight, bias, *, stream=0):
     faster_of((matmul_forward0, matmul_forward13), out, inp, weight, bias, stream=stream)
 
 
-@matmul_forward.version(15, "the digits of fp32 from three products of mma.sync", precision="3xtf32", needs_cc=(8, 0))
+@matmul_forward.version(15, "fp32's digits from three products of mma.sync", precision="3xtf32", needs_cc=(8, 0))
 def matmul_forward15(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0."""
     epilogue = STORE if bias is None else BIAS
@@ -496,7 +496,7 @@ def matmul_forward15(out, inp, weight, bias, *, stream=0):
 
 
 @matmul_forward.version(
-    16, "the same from three of wgmma, fed by TMA", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
+    16, "fp32's digits from three of wgmma, fed by TMA", precision="3xtf32", needs_cc=(9, 0), needs=wgmma.missing
 )
 def matmul_forward16(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0; C and OC multiples of 4."""

@@ -2,6 +2,7 @@
 the other way), so a product whose operands lie along M and N pays for every tile, or once, here, for the smaller operand."""
 
 from kernels.device import ceil_div, cuda, float32, load4, need, scratch, store4, to_tf32
+from kernels.matmul.engine import is_aligned
 
 TILE = 64
 
@@ -32,6 +33,7 @@ def transpose(inp, stream=0, rounded: bool = True):
     """A scratch array (C,N) that holds the transpose of inp (N,C), rounded to TF32 or as it is; N and C multiples of 4."""
     N, C = inp.shape
     need(N % 4 == 0 and C % 4 == 0, f"needs channels and rows in multiples of 4 to transpose, got {N} x {C}")
+    need(is_aligned(inp), "needs an array aligned to 16 bytes to transpose")
     out = scratch("matmul transpose", (C, N))
     transpose_kernel[(ceil_div(C, TILE), ceil_div(N, TILE)), 256, stream](out, inp, rounded)
     return out
