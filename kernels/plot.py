@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+COLORS = {"fp32": "#4878d0", "tf32": "#ee854a", "3xtf32": "#6acc64"}  # by precision; a library's version is grey
+
 
 def plot_ladder(rows: list, file: str | Path, title: str = "") -> None:
     """One panel an op: microseconds a version on a logarithmic scale; the dashed line is what bytes and FLOPs allow."""
@@ -11,7 +13,10 @@ def plot_ladder(rows: list, file: str | Path, title: str = "") -> None:
         raise SystemExit("error: plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
     from matplotlib.ticker import LogLocator, NullFormatter
+
+    from kernels.op import PRECISION_NAMES
 
     timed = [row for row in rows if row.us]
     if not timed:
@@ -23,9 +28,12 @@ def plot_ladder(rows: list, file: str | Path, title: str = "") -> None:
     for axis, op in zip(axes[:, 0], ops, strict=True):
         ladder = [row for row in timed if row.op == op]
         names = [str(row.version) for row in ladder]
-        bars = axis.bar(
-            names, [row.us for row in ladder], color=["#b0b7c3" if row.version == 0 else "#4878d0" for row in ladder]
-        )
+        colors = ["#b0b7c3" if row.version == 0 else COLORS[row.precision] for row in ladder]
+        bars = axis.bar(names, [row.us for row in ladder], color=colors)
+        precisions = [precision for precision in COLORS if any(row.precision == precision and row.version for row in ladder)]
+        if len(precisions) > 1:
+            keys = [Patch(color=COLORS[precision], label=PRECISION_NAMES[precision] or "fp32") for precision in precisions]
+            axis.legend(handles=keys, fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.93))
         labels = [f"{row.us:.3g}" if row.us < 1000 else f"{row.us / 1000:.3g} ms" for row in ladder]
         axis.bar_label(bars, labels, fontsize=8 if len(ladder) < 10 else 7, padding=1)
         floor = min(row.us * row.of_roofline for row in ladder)
