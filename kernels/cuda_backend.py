@@ -18,7 +18,7 @@ import numpy as np
 from kernels.device import TARGET, allocate, cuda, free_scratch, scratch_of, zero
 from kernels.op import Picked
 from kernels.pick import picks_for_this_card
-from kernels.unfused import Unfused
+from kernels.unfused import fused_where_possible
 from model import Staged
 
 
@@ -49,7 +49,7 @@ class CudaBackend:
         self.progress = None
         picks = {**picks_for_this_card(tf32), **(kernels or {})}
         self.picked = Picked(picks, stream=self.stream, tf32=tf32, watch=self._compiling)
-        self.ops = self.picked if fused else Unfused(self.picked)
+        self.ops = fused_where_possible(self.picked, fused)
 
     def empty(self, shape, dtype, what: str):
         return allocate(shape, dtype, what)

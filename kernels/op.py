@@ -172,7 +172,7 @@ class Picked:
 
         def launch(*args) -> Version:
             """Returns the version that took the call."""
-            reason = "all were ruled out (without fused ops, --fused 0, there may be more)"
+            reason = "all were ruled out"
             for version, options in ladder:
                 try:
                     version(*args, stream=self.stream, **options)

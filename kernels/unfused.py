@@ -1,6 +1,7 @@
 """The fused ops as what they are made of: `--fused 0` on the trainer, and what the fused ones are tested against."""
 
 from kernels.device import scratch
+from kernels.op import OPS, Picked
 
 
 class Unfused:
@@ -33,6 +34,12 @@ class Unfused:
         dgelu = scratch("unfused", dinp.shape)
         self.ops.matmul_backward_input(dgelu, dout, weight)
         self.ops.gelu_backward(_flat(dinp), _flat(pre), _flat(dgelu))
+
+
+def fused_where_possible(ops: Picked, fused: bool = True) -> Picked | Unfused:
+    """The ops; unfused if asked for, or if a fused one has no version that can run here, as before Ampere without cuBLAS."""
+    can_run = all(ops.ladder(name) for name in vars(Unfused) if name in OPS)
+    return ops if fused and can_run else Unfused(ops)
 
 
 def _flat(array):

@@ -20,10 +20,12 @@ from data.checkpoint import GPT2Config, write_checkpoint
 from data.corpus import token_files
 from data.files import DataError, write_tokens
 from data.tokenizer import decode
-from kernels import cublas
+from kernels import cublas, op
 from kernels.check import Problem, is_right, relative_error
+from kernels.matmul import wgmma
 from kernels.op import OPS, Picked, load_all
 from kernels.pick import picks_for_this_card
+from kernels.unfused import Unfused, fused_where_possible
 from model import GPT2, random_parameters
 from train_gpt2_fp32 import FLAGS, Xorshift, compile_sample_softmax, read_flags, show_products, train
 
@@ -458,6 +460,18 @@ def test_without_cublas_our_own_products_take_over_and_the_table_says_so(no_nvma
     best = best_of_ours("matmul_forward", "tf32")
     assert printed.startswith(f"| matrix products       | version {best}: ")
     assert "\n| cuBLAS                | needs nvmath-python and cuBLAS: pip install" in printed
+
+
+@pytest.mark.parametrize(("capability", "fused"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_without_cublas_a_card_that_has_no_fused_product_takes_the_simple_ops(no_nvmath, monkeypatch, capability, fused):
+    monkeypatch.setattr(op, "compute_capability", lambda: capability)
+    monkeypatch.setattr(wgmma, "compute_capability", lambda: capability)
+    picked = Picked({})
+    ops = fused_where_possible(picked)
+    assert (ops is picked) == fused
+    assert isinstance(fused_where_possible(picked, fused=False), Unfused)
+    for name in ("matmul_forward", "matmul_backward_input", "matmul_backward_weight"):
+        assert picked.ladder(name)
 
 
 @pytest.mark.parametrize("name", ["matmul_forward", "matmul_backward_input", "matmul_backward_weight"])
