@@ -71,7 +71,7 @@ FLAGS = {
                "              (default = gpt2_124M.bin where that file is, else d12)"),
     "-x": Flag(None, "<int>    stop after so many steps (default = one epoch, on the CPU 40)", int, least=1),
     "-f": Flag(1, "<int>    matrix products: 1 rounds to TF32, 0 is float32 arithmetic, 3 makes three products of TF32\n"
-               "              for each, with float32's digits (default = 1)", int, choices=(0, 1, 3)),
+               "              for each, with float32's digits (default = 1; on a CPU all is float32)", int, choices=(0, 1, 3)),
     "-r": Flag(0, "<int>    1 recomputes GELU in the backward pass, to save memory (default = 0)", int, choices=(0, 1)),
     "--device": Flag("auto", "<string> cuda, cpu, or auto: the GPU where there is one (default = auto)",
                      choices=("auto", "cuda", "cpu")),
@@ -342,7 +342,8 @@ def train(args: dict) -> None:
     tf32 = products_of_tf32(args["-f"], device)
     kernels = read_kernels(args["--kernel"], device, tf32)
     row("device", set_up(device))
-    row("TF32", {0: "disabled", 1: "enabled", 3: "three products for each of float32"}[tf32])
+    ignored = ": -f 3 needs a GPU from Ampere on" if args["-f"] == 3 and not tf32 else ""
+    row("TF32", {0: "disabled", 1: "enabled", 3: "three products for each of float32"}[tf32] + ignored)
     print(RULE, flush=True)
 
     # build the GPT-2 model, from a checkpoint or from random weights

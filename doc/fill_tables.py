@@ -35,7 +35,6 @@ MARKER = re.compile(r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<old>.*?)(<!-- /tab
 APART = {  # measured once, on an H200, and not by kernels/bench.py
     "llm.c train_gpt2_fp32.cu with cuBLASLt": 27.2,
     "llm.c train_gpt2_fp32.cu, newest": 54.5,
-    "PyTorch torch.compile": 31.2,
 }
 
 
@@ -91,15 +90,16 @@ def fp32_table(results: dict, op: str) -> list[str]:
         return [f"*Version 0 of {op} has not been measured in fp32 yet.*"]
     rows = rows_to_compare(results["rows"], op)
     arithmetic = by_shape([row for row in rows if row["precision"] == "fp32"] + theirs)
-    splits = by_shape([row for row in rows if row["precision"] == "3xtf32"])
+    threes = by_shape([row for row in rows if row["precision"] == "3xtf32"])
     lines = [
         "| shape | version 0, us | fp32 arithmetic | us | against version 0 | three of TF32 | us | TFLOP/s | against version 0 |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for shape, here in arithmetic.items():
-        zero, ours, split = here.get(0), best_of(here), best_of(splits.get(shape, {}))
-        cells = [shape, f"{zero['us']:,.1f}" if zero else "", *of_best(ours, zero), *of_best(split, zero)]
-        cells.insert(-1, f"{split['tflops']:.1f}" if split else "")
+        zero, ours, three = here.get(0), best_of(here), best_of(threes.get(shape, {}))
+        number, us, against = of_best(three, zero)
+        rate = f"{three['tflops']:.1f}" if three else ""
+        cells = [shape, f"{zero['us']:,.1f}" if zero else "", *of_best(ours, zero), number, us, rate, against]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", f"{results['card']}. [Raw numbers]({raw(results)})"]
 
@@ -154,7 +154,6 @@ def steps_table(results: dict) -> list[str]:
     steps = {**(APART if "H200" in results["card"] else {}), **results.get("steps", {})}
     if not results.get("steps"):
         return ["*The training step has not been measured yet.*"]
-    ours = results["steps"]["llm.numba"]
     lines = ["| GPT-2 124M, B = 4, T = 1024 | ms a step | tokens a second |", "|---|--:|--:|"]
     for name, ms in sorted(steps.items(), key=lambda item: item[1]):
         bold = "**" if name == "llm.numba" else ""
@@ -163,9 +162,7 @@ def steps_table(results: dict) -> list[str]:
     note = f"Measured apart, on another card of the kind: {', '.join(apart)}. " if apart else ""
     packages = results["packages"]
     with_ = f"{results['card']}, numba-cuda {packages['numba-cuda']}, torch {packages['torch']}"
-    others = [ours, *results.get("steps of other cards", [])]
-    spread = f"Ours is {min(others):.1f} to {max(others):.1f} ms on {len(others)} cards of the kind. " if others[1:] else ""
-    said = f"{with_}; fp32 storage, TF32 products unless said. {note}{spread}[Raw numbers]({raw(results)})"
+    said = f"{with_}; fp32 storage, TF32 products unless said. {note}[Raw numbers]({raw(results)})"
     return [*lines, "", said]
 
 

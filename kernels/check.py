@@ -84,7 +84,10 @@ def check(version: Version, problem: Problem, **options) -> dict[str, float]:
 
 
 def is_right(version: Version, errors: dict[str, float], precision: str | None = None) -> bool:
-    """precision: what it was called to be, of a version that can be either."""
-    tolerance = version.op.tolerance if precision == "fp32" else version.tolerance
-    return all(error <= tolerance for error in errors.values())
+    return all(error <= allowed(version, precision) for error in errors.values())
+
+
+def allowed(version: Version, precision: str | None = None) -> float:
+    """The largest relative error that is right. precision: what it was called to be, of a version that can be either."""
+    return version.op.tolerance if precision == "fp32" else version.tolerance
 

@@ -128,9 +128,9 @@ def compile_version(
     return compile_launches(lambda: version(*arguments.values()), where, optimize)
 
 
-def compile_all(only: str = "") -> Iterator[Compiled]:
-    """Every version of the ops whose name contains `only`, at every compute capability that it can run on, as they come.
-    Raises DataError where there is no such op, or nothing to compile with."""
+def compile_all(only: str = "", file: str | None = None) -> Iterator[Compiled]:
+    """Every version of the ops whose name contains `only`, at every compute capability that it can run on, as they come. With a
+    file, the version of the one op that stands there. Raises DataError where there is no such op, or nothing to compile with."""
     from cuda.pathfinder import DynamicLibNotFoundError
 
     from kernels.op import load_all
@@ -138,7 +138,16 @@ def compile_all(only: str = "") -> Iterator[Compiled]:
     ops = [op for op in load_all().values() if only in op.name]
     if not ops:
         raise DataError(f"no op's name contains {only}; there are {', '.join(sorted(load_all()))}")
-    for version in (version for op in ops for version in op.versions.values() if not version.needs()):
+    versions = [version for op in ops for version in op.versions.values() if not version.needs()]
+    if file:
+        from kernels.harness import YOURS, load_file
+
+        named = [op for op in ops if op.name == only]
+        if not named:
+            raise DataError(f"--file {file}: which op's? One of {', '.join(op.name for op in ops)}")
+        load_file(named[0], file)
+        versions = [named[0].versions[YOURS]]
+    for version in versions:
         name, number = version.op.name, version.number
         try:
             for cc, kernels in compile_version(version).items():
@@ -154,7 +163,8 @@ def compile_all(only: str = "") -> Iterator[Compiled]:
 def main() -> None:
     parser = Arguments(prog="python -m kernels.compile", description="Compiles every version of every op to PTX, with no GPU.")
     parser.add_argument("only", nargs="?", default="", metavar="NAME", help="only the ops whose name contains it")
-    only = parser.parse_args().only
+    parser.add_argument("--file", help="a version of your own of the op NAME, as run.py --template writes it")
+    asked = parser.parse_args()
     if os.environ.get("LLM_NUMBA_TARGET") != "compile":
         os.execve(
             sys.executable,
@@ -162,9 +172,9 @@ def main() -> None:
             {**os.environ, "LLM_NUMBA_TARGET": "compile"},
         )
     failed = False
-    for row in compile_all(only):
+    for row in compile_all(asked.only, asked.file):
         result = row.error or f"{len(row.ptx)} bytes of PTX"
-        print(f"{row.op} {row.version} sm_{row.cc[0]}{row.cc[1]} {row.kernel}: {result}", flush=True)
+        print(f"{row.op} {asked.file or row.version} sm_{row.cc[0]}{row.cc[1]} {row.kernel}: {result}", flush=True)
         failed |= bool(row.error)
     sys.exit(failed)
 

@@ -103,7 +103,7 @@ def scratch_of(owner: Hashable) -> Iterator[None]:
 
 
 def scratch(name: str, shape, dtype=np.float32, zeroed: bool = False):
-    """A device array that outlives the call, so that a captured graph finds it where it was. One for each name and shape;
+    """A device array that outlives the call, so that a captured graph finds it where it was. One for each owner, name and shape;
     what is in it is whatever the last user of that name left, at first zeros if `zeroed`."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     arrays, key = _scratch.setdefault(_owner, {}), (name, shape, np.dtype(dtype))

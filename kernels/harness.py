@@ -257,10 +257,16 @@ def print_table(op, shape: dict, rows: list) -> None:
 
 
 def verdict(row) -> str:
+    from kernels.check import allowed
+    from kernels.op import OPS
+
     errors = ", ".join(f"{name} {error:.1e}" for name, error in row.errors.items())
     if math.inf in row.errors.values():
         errors += " (inf: a NaN or an infinity is there, or nothing was written)"
-    return f"[green]{errors}[/green]" if row.right else f"[bold red]WRONG: {errors}[/bold red]"
+    if row.right:
+        return f"[green]{errors}[/green]"
+    limit = allowed(OPS[row.op].versions[row.version], row.precision)
+    return f"[bold red]WRONG: {errors}; at most {limit:.0e} is right[/bold red]"
 
 
 def list_versions(ops: list) -> None:
@@ -271,6 +277,7 @@ def list_versions(ops: list) -> None:
         console.print(f"[bold]{op.name}[/bold]({', '.join(op.arguments)})", soft_wrap=True)
         for version in op.versions.values():
             notes = [PRECISION_NAMES[version.precision], "" if version.repeatable else "not repeatable to the bit"]
+            notes += ["compute capability {}.{}".format(*version.needs_cc)] if version.needs_cc > (8, 0) else []
             note = f" [dim]({', '.join(filter(None, notes))})[/dim]" * any(notes)
             console.print(f"  {version.number:3}  {escape(version.description)}{note}", soft_wrap=True)
 

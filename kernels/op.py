@@ -24,7 +24,7 @@ from kernels.device import ShapeError, compute_capability
 
 OPS: dict[str, "Op"] = {}
 FOLDER = Path(__file__).parent
-PRECISIONS = {  # how many products of TF32 may make one product -> the precisions of versions that do that
+PRECISIONS = {  # how many products of TF32 make one product -> the precisions that a version may then have
     0: ("fp32", "either"),
     1: ("fp32", "either", "tf32", "3xtf32"),
     3: ("fp32", "either", "3xtf32"),
@@ -161,8 +161,8 @@ class Picked:
         """The versions of an op in the order in which they are tried."""
         op = OPS[name]
         allowed = [v for v in op.versions.values() if v.precision in PRECISIONS[self.tf32] and not v.why_not()]
-        first, late = self.picks.get(name), self.tf32 != 3  # nobody who is content with one product takes three
-        return sorted(allowed, key=lambda v: (v.number != first, (v.precision == "3xtf32") == late, v.number != 0, -v.number))
+        first, three = self.picks.get(name), self.tf32 == 3  # else last: nobody who is content with one product takes three
+        return sorted(allowed, key=lambda v: (v.number != first, (v.precision == "3xtf32") != three, v.number != 0, -v.number))
 
     def __getattr__(self, name: str) -> Callable:
         if name not in OPS:

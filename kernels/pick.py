@@ -48,9 +48,9 @@ def picks_for_this_card(tf32: int = 1) -> dict[str, int]:
     from kernels.op import load_all
 
     tables, ops = read_picks(), load_all()
-    splits = {name for name, op in ops.items() if any(v.precision == "3xtf32" for v in op.versions.values())}
+    take_three = {name for name, op in ops.items() if any(v.precision == "3xtf32" for v in op.versions.values())}
     picks = {**tables.get("default", {}), **tables.get(card_name(), {})}
-    return {name: number for name, number in picks.items() if tf32 != 3 or name not in splits}
+    return {name: number for name, number in picks.items() if tf32 != 3 or name not in take_three}
 
 
 def write_picks(tables: dict[str, dict[str, int]]) -> None:

@@ -1,4 +1,5 @@
-"""The fused ops as what they are made of: `--fused 0` on the trainer, and what the fused ones are tested against."""
+"""The fused ops as what they are made of: for `--fused 0` on the trainer, for a card on which a fused one has no version, and for
+the tests of the fused ones."""
 
 from kernels.device import scratch
 from kernels.op import OPS, Picked

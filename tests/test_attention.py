@@ -223,8 +223,8 @@ def test_an_unrounded_operand_would_show():
 
 
 def check_digits(sums: int):
-    """One warp multiplies 16 x 8 by 8 x 8 and adds it up `sums` times: one product of TF32 sees 2^-11 of its operands, three see
-    2^-22. What a tensor core cuts off as it adds comes on top, each time."""
+    """One warp multiplies 16 x 8 by 8 x 8 and adds it up `sums` times: one product of TF32 sees its
+    operands to 2^-11, three to 2^-22. What a tensor core cuts off as it adds comes on top, each time."""
     from kernels.attention.tiles import multiply
     from kernels.device import cuda, float32
 
@@ -289,3 +289,20 @@ def test_a_nan_shows_in_the_gradients(number, name):
     problem = Problem.of(attention_backward, {"B": 1, "T": 5, "NH": 1, "hs": 64})
     problem.arguments[name][0, 2, -1] = NAN_OF_A_GPU
     assert np.isnan(run(attention_backward.versions[number], problem.arguments)["dqkv"]).any()
+
+
+def compile_three_products(op: str) -> list[str]:
+    """The PTX for an H100 of version 9's kernels that have products."""
+    from kernels.compile import compile_version
+    from kernels.op import load_all
+
+    shape = {"B": 1, "T": 130, "NH": 1, "hs": 64}
+    compiled = [ptx for _, ptx in compile_version(load_all()[op].versions[9], [(9, 0)], shape)[9, 0]]
+    return [ptx for ptx in compiled if "mma.sync" in ptx]
+
+
+@pytest.mark.parametrize(("op", "products"), [("attention_forward", [384]), ("attention_backward", [576, 384])])
+def test_the_sums_of_three_products_stay_in_registers(op, products, compiler):
+    compiled = compiler.submit(compile_three_products, op).result()
+    assert [ptx.count("mma.sync") for ptx in compiled] == products
+    assert not any(".local" in ptx for ptx in compiled), "an array has left its registers"

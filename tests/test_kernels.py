@@ -4,7 +4,10 @@ The tests ask the registry, so a version is tested from the moment it exists.
 """
 
 import functools
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from kernels.compile import CAPABILITIES, compile_all, compile_version
 from kernels.device import TARGET, ShapeError, free_scratch, scratch, scratch_of
 from kernels.op import load_all
 
+ROOT = Path(__file__).parent.parent
 OPS = load_all()
 VERSIONS = [version for op in OPS.values() for version in op.versions.values()]
 NAMES = [f"{version.op.name}-{version.number}" for version in VERSIONS]
@@ -79,6 +83,11 @@ def test_is_right_on_the_gpu(version, shape):
 def test_is_right_at_odd_shapes_on_the_gpu(version, shape):
     check_version(version, shape, may_refuse=True)
     free_scratch()
+
+
+def test_a_version_that_can_be_either_is_held_to_what_it_was_called_to_be():
+    version = OPS["matmul_forward"].versions[0]
+    assert is_right(version, {"out": 1e-3}, "tf32") and not is_right(version, {"out": 1e-3}, "fp32")
 
 
 def test_scratch_is_its_owners_and_given_back_alone():
@@ -167,3 +176,24 @@ def test_a_version_that_does_not_compile_is_a_row_without_empty_lines(monkeypatc
     monkeypatch.setattr(compile, "compile_version", raising(TypeError("no\n\nline 3\n")))
     row, *_ = compile_all("gelu_forward")
     assert (row.op, row.version, row.error) == ("gelu_forward", 1, "TypeError: no\nline 3")
+
+
+@pytest.mark.parametrize(("expression", "code", "told"), [("inp[i]", 0, "bytes of PTX"), ("np.dot(inp, inp)", 1, "TypingError")])
+def test_a_kernel_of_ones_own_that_the_simulator_can_run_and_numba_cannot_compile_is_told(tmp_path, expression, code, told):
+    file = tmp_path / "my_kernel.py"
+    file.write_text(f"""
+import numpy as np
+from kernels.device import ceil_div, cuda
+
+@cuda.jit
+def kernel(out, inp):
+    i = cuda.grid(1)
+    if i < out.size:
+        out[i] = {expression}
+
+def gelu_forward(out, inp, *, stream=0):
+    kernel[ceil_div(out.size, 128), 128, stream](out, inp)
+""")
+    command = [sys.executable, "-m", "kernels.compile", "gelu_forward", "--file", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "LLM_NUMBA_TARGET": "compile"})
+    assert done.returncode == code and told in done.stdout, done.stdout + done.stderr

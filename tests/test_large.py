@@ -1,4 +1,4 @@
-"""Arrays of more than 2^31 elements, as the logits of 43 x 1024 tokens are: right to the last row and column."""
+"""Arrays of more than 2^31 elements, as the logits of 42 x 1024 tokens are: right to the last row and column."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,7 @@
 """The engines of the matmul: right for every layout, split and ending, and in registers."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -73,13 +74,14 @@ def test_an_operand_is_transposed_as_it_is_or_rounded(shape):
 
 @in_the_simulator
 @pytest.mark.parametrize(
-    "tile", [*engine.FP32_TILES, *engine.TF32_TILES, *engine.SPLIT_TILES], ids=lambda tile: f"{tile.BM}x{tile.BN}-{tile.tf32}"
-)
+    "tile", [*engine.FP32_TILES, *engine.TF32_TILES, *engine.THREE_PRODUCTS_TILES],
+    ids=lambda tile: f"{tile.BM}x{tile.BN}-{tile.tf32}",
+)  # fmt: skip
 def test_every_tile_of_the_engine_is_right(tile, monkeypatch):
     monkeypatch.setattr(engine, "multiprocessors", lambda: 1)
     M, N, K = (36, 44, 40) if tile.BM > 64 else (68, 44, 40)  # of the small one two, for one block
     a, b, out = normal(M, K), normal(K, N), np.full((M, N), np.nan, np.float32)
-    engine.multiply(out, a, b, b_m_major=True, tile=dataclasses.replace(tile, blocks=1), splits=1, tf32=tile.tf32)
+    engine.multiply(out, a, b, b_m_major=True, tile=dataclasses.replace(tile, blocks=1), splits=1)
     assert relative_error(out, a.astype(np.float64) @ b) < {0: 1e-6, 1: 2e-3, 3: 1e-6}[tile.tf32]
 
 
@@ -173,13 +175,14 @@ def test_what_a_tensor_core_sees_and_the_rest_are_the_whole_and_two_times_11_bit
 
 
 @in_the_simulator
-@pytest.mark.parametrize("tf32", [0, 1, 3])
-def test_a_nan_in_an_operand_reaches_the_product(tf32):
-    a, b = normal(4, 8), normal(4, 8)
-    a[2, 3] = np.uint32(0x7FFFFFFF).view(np.float32)
-    out = np.zeros((4, 4), np.float32)
-    engine.multiply(out, a, b, tf32=tf32)
-    assert np.array_equal(np.isnan(out).any(axis=1), [False, False, True, False])
+@pytest.mark.parametrize("operand", ["inp", "weight"])
+@pytest.mark.parametrize("number", [8, 10, 12, 13, 15, 16])
+def test_a_nan_in_an_operand_reaches_the_product(number, operand):
+    given, out = {"inp": normal(4, 8), "weight": normal(4, 8)}, np.zeros((4, 4), np.float32)
+    given[operand][2, 3] = np.uint32(0x7FFFFFFF).view(np.float32)
+    load_all()["matmul_forward"].versions[number](out, given["inp"], given["weight"], None)
+    shows = np.isnan(out).any(axis=1 if operand == "inp" else 0)
+    assert np.array_equal(shows, [False, False, True, False])
 
 
 @in_the_simulator
@@ -209,24 +212,26 @@ def test_no_read_of_a_tile_waits_for_a_bank():
         assert turns([t * (128 + PAD) + 2 * g for g in half for t in range(4)], 2) == 1
 
 
+PRODUCTS = {  # how to multiply, and the error
+    "fp32": (partial(engine.multiply, tf32=0), 1e-5),
+    "tf32": (engine.multiply, 2e-3),
+    "3xtf32": (partial(engine.multiply, tf32=3), 1e-6),
+    "wgmma": (wgmma.multiply, 2e-3),
+    "tma": (tma.multiply, 2e-3),
+    "tma-3xtf32": (partial(tma.multiply, tf32=3), 1e-6),
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("core", ["fp32", "tf32", "3xtf32", "wgmma", "tma", "tma-3xtf32"])
+@pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize(("N", "C", "OC"), [(3, 8, 50260), (4100, 768, 772), (1000, 3072, 768)])
-def test_edges_and_splits_are_right_on_the_gpu(core, N, C, OC):
-    inp, weight = normal(N, C), normal(OC, C)
-    out = to_device(np.full((N, OC), np.nan, np.float32))
-    arrays = out, to_device(inp), to_device(weight)
-    if core in ("wgmma", "tma", "tma-3xtf32"):
-        if reason := wgmma.missing():
-            pytest.skip(reason)
-        multiply = {
-            "wgmma": wgmma.multiply, "tma": tma.multiply, "tma-3xtf32": lambda *arrays: tma.multiply(*arrays, tf32=3)
-        }[core]
-        multiply(*arrays)
-    else:
-        engine.multiply(*arrays, tf32={"fp32": 0, "tf32": 1, "3xtf32": 3}[core])
-    truth = inp.astype(np.float64) @ weight.T
-    assert relative_error(to_host(out), truth) < {"fp32": 1e-5, "3xtf32": 1e-6, "tma-3xtf32": 1e-6}.get(core, 2e-3)
+def test_edges_and_splits_are_right_on_the_gpu(name, N, C, OC):
+    if name in ("wgmma", "tma", "tma-3xtf32") and (reason := wgmma.missing()):
+        pytest.skip(reason)
+    multiply, limit = PRODUCTS[name]
+    inp, weight, out = normal(N, C), normal(OC, C), to_device(np.full((N, OC), np.nan, np.float32))
+    multiply(out, to_device(inp), to_device(weight))
+    assert relative_error(to_host(out), inp.astype(np.float64) @ weight.T) < limit
 
 
 @pytest.mark.gpu
@@ -256,7 +261,7 @@ def compile_core(core: str) -> str:
     launch = {
         "fp32": lambda: engine.multiply(out, inp, weight, tile=engine.FP32_TILES[0], splits=1),
         "tf32": lambda: engine.multiply(out, inp, weight, tile=engine.TF32_TILES[0], splits=1),
-        "3xtf32": lambda: engine.multiply(out, inp, weight, tile=engine.SPLIT_TILES[0], splits=1),
+        "3xtf32": lambda: engine.multiply(out, inp, weight, tile=engine.THREE_PRODUCTS_TILES[0], splits=1),
         "wgmma": lambda: wgmma.multiply(out, inp, weight, tile=wgmma.Tile(), splits=1),
         "tma": lambda: tma.multiply(out, inp, weight, tile=tma.Tile(), splits=1),
         "tma-3xtf32": lambda: tma.multiply(out, inp, weight, tile=tma.Tile(128, tf32=3), splits=1),

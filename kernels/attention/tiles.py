@@ -93,7 +93,7 @@ _MMA = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{}}}, {{{}}}, {{{}}
 _A = "$16, $17, $18, $19"
 
 
-# The first product's result waits in c0 to c3: where it goes to there may lie what the other two still have to read.
+# The first product's result waits in c0 to c3: the outputs' registers may be those of inputs that the other two still read.
 @ptx(
     "{.reg .b32 s0, s1, p0, p1, p2, p3, q0, q1; .reg .f32 c0, c1, c2, c3, d0, d1, d2, d3;"
     + "".join(_REST.format(f"p{i}", f"${16 + i}", f"${16 + i}") for i in range(4))
@@ -106,8 +106,8 @@ _A = "$16, $17, $18, $19"
     returns=(float32,) * 8, takes=(float32,) * 8 + (TF32,) * 6, pure=True, collective=True,
 )  # fmt: skip
 def mma_3xtf32(c0, c1, c2, c3, d0, d1, d2, d3, a0, a1, a2, a3, b0, b1):
-    """c + seen(a) @ seen(b), and d + rest(a) @ seen(b) + seen(a) @ rest(b): see split_core. b is rounded first, so that rest(b) has
-    either sign: rest(a) @ rest(b), which is left out, cancels.
+    """c + seen(a) @ seen(b), and d + rest(a) @ seen(b) + seen(a) @ rest(b): see three_products_core. b is rounded first, so that
+    rest(b) has either sign: rest(a) @ rest(b), which is left out, cancels.
 
     In one piece: the compiler would compute the rest of what a loop does not change before the loop, which takes twice the
     registers, and it would not unroll loops with so many pieces in them. The assembler computes nothing twice, and deals the
@@ -122,7 +122,7 @@ def mma_3xtf32(c0, c1, c2, c3, d0, d1, d2, d3, a0, a1, a2, a3, b0, b1):
 @cuda.jit(device=True, cache=True, forceinline=True)
 def multiply(acc, small, m, n, a0, a1, a2, a3, b0, b1, tf32):
     """acc[m, n] += a @ b in one product of TF32, of operands that are rounded. Or in three: acc + small is the sum then, as a
-    tensor core cuts off what it adds to a sum, and that is more the larger the sum."""
+    tensor core cuts off each sum, and the larger the sum, the more that is."""
     if tf32 == 3:
         c0, c1, c2, c3, d0, d1, d2, d3 = mma_3xtf32(
             acc[m, n, 0], acc[m, n, 1], acc[m, n, 2], acc[m, n, 3],

@@ -2,7 +2,7 @@
 
     fp32_core      fp32 arithmetic; a lane has its own rows and columns
     tensor_core    mma.sync in TF32: both operands are rounded to 11 bits
-    split_core     mma.sync in TF32 three times over: nearly all 24 bits of both operands count
+    three_products_core     mma.sync in TF32 three times over: nearly all 24 bits of both operands count
 
 In the definition of mma.m16n8k8 a lane's elements of a fragment lie 8 rows apart. But rows of a tile may be dealt to lanes in any
 order, as long as the store knows of it. So lane 4 g + t takes the neighbours 2 g and 2 g + 1 of 16: of an M-major tile it reads
@@ -27,7 +27,7 @@ class Core(NamedTuple):
     sums: int
     read: Callable  # a fragment of both operands from shared memory
     prepare: Callable  # what was read of b before anything else
-    multiply_first: Callable  # a fragment, the first of a step of BK; and prepare the next b
+    multiply_first: Callable  # a fragment, the first of UNROLL in a row; and prepare the next b
     multiply: Callable  # any other
     gather: Callable  # the sums are complete, once this has been called
     store_part: Callable  # a part of them
@@ -44,8 +44,9 @@ def nothing(array):
 )  # fmt: skip
 def round_tf32(x):
     """x for a tensor core, which ignores the low 13 bits: half a unit of the last place that it sees is added, so that cutting
-    off rounds to nearest. The max is for NaN, 0x7fffffff on a GPU, which would wrap round to zero. What cvt.rna.tf32 takes
-    three instructions for, in one (VIADDMNMX on Hopper) or two."""
+    off rounds to nearest. The max is for the NaN of a GPU, 0x7fffffff, which would wrap round to zero. (One with its sign set, from
+    0xfffff000 on, does so still; the simulator keeps it, for such is its poison.) What cvt.rna.tf32 takes three instructions for,
+    in one (VIADDMNMX on Hopper) or two."""
     bits = int(np.float32(x).view(np.uint32))
     return np.uint32(bits if bits & 0x7FFFFFFF > 0x7F800000 else bits + 0x1000).view(np.float32)
 
@@ -148,7 +149,7 @@ def seen(x):
 
 
 @functools.cache
-def split_core(tile: Tile, a_m_major: bool, b_m_major: bool, epilogue: int, aligned: bool):
+def three_products_core(tile: Tile, a_m_major: bool, b_m_major: bool, epilogue: int, aligned: bool):
     """The digits of fp32 out of TF32: x is the 11 bits that a tensor core sees of it, and the rest, of which it sees 11 more. So
 
         x y = seen(x) seen(y) + seen(x) rest(y) + rest(x) seen(y) + what is less than 2^-19 of it, and left out
@@ -174,20 +175,21 @@ def split_core(tile: Tile, a_m_major: bool, b_m_major: bool, epilogue: int, alig
     def make_multiply(first: bool):
         @cuda.jit(device=True)
         def multiply(sums, a, b, next_b):
-            """b is rounded, and so moved to where two registers lie side by side, as mma takes them. a lies right as read."""
-            seen_b = cuda.local.array(B, float32)
+            """b is rounded and not cut off, so that its rest has either sign; and so it is moved to where two registers lie side by
+            side, as mma takes them. a lies right as read."""
+            rounded_b = cuda.local.array(B, float32)
             rest_b = cuda.local.array(B, float32)
             for k in range(B):
-                seen_b[k] = round_tf32(b[k])
-                rest_b[k] = b[k] - seen(seen_b[k])
+                rounded_b[k] = round_tf32(b[k])
+                rest_b[k] = b[k] - seen(rounded_b[k])
             for i in range(0, A, 4):
                 at = i // 4 * ROW
                 if first:
                     gather_some(sums, at, at + ROW)
                 a0, a1, a2, a3 = a[i], a[i + 1], a[i + 2], a[i + 3]
-                multiply_row(sums, SUMS + at, a0 - seen(a0), a1 - seen(a1), a2 - seen(a2), a3 - seen(a3), seen_b)
+                multiply_row(sums, SUMS + at, a0 - seen(a0), a1 - seen(a1), a2 - seen(a2), a3 - seen(a3), rounded_b)
                 multiply_row(sums, SUMS + at, a0, a1, a2, a3, rest_b)
-                multiply_row(sums, SUMS + at, a0, a1, a2, a3, seen_b)
+                multiply_row(sums, SUMS + at, a0, a1, a2, a3, rounded_b)
 
         return multiply
 

@@ -26,7 +26,7 @@ from kernels.device import (
     shared_limit,
 )  # fmt: skip
 from kernels.intrinsics import ptx
-from kernels.matmul.cores import fp32_core, split_core, tensor_core
+from kernels.matmul.cores import fp32_core, tensor_core, three_products_core
 from kernels.matmul.epilogue import STORE, epilogue_of
 from kernels.matmul.tiles import BK, Tile, copy_tile
 
@@ -47,15 +47,15 @@ def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_alig
     AHEAD = STAGES - 2
     if TF32:  # a step of BK is multiplied in SLICES, UNROLL of them in a row, and copied in PARTS
         A, B, SLICES, UNROLL, PARTS, STORES = WM // 4, WN // 4, BK // 8, 4, 4, WN // 8
-        core = (split_core if TF32 == 3 else tensor_core)(tile, a_m_major, b_m_major, epilogue, out_aligned)
+        core = (three_products_core if TF32 == 3 else tensor_core)(tile, a_m_major, b_m_major, epilogue, out_aligned)
     else:
         A, B, SLICES, UNROLL, PARTS, STORES = WM // 4, WN // 8, BK, 8, 8, WM * WN // 512
         core = fp32_core(tile, epilogue, out_aligned)
     SUMS, read, prepare, multiply_first, multiply, gather, store_part = core
     EACH = PARTS * UNROLL // SLICES
     COPY_PARTS = 1 if a_m_major and b_m_major and not TF32 else PARTS  # few copies, of 16 bytes: the first part has them all
-    copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned, TF32, COPY_PARTS)
-    copy_b = copy_tile(b_m_major, BN, tile.threads, b_aligned, TF32, COPY_PARTS)
+    copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned, TF32 > 0, COPY_PARTS)
+    copy_b = copy_tile(b_m_major, BN, tile.threads, b_aligned, TF32 > 0, COPY_PARTS)
 
     @cuda.jit(device=True)
     def locate(item, M, N, K, share, longer):
@@ -234,7 +234,7 @@ TF32_TILES = (
     Tile(128, 128, flops=1.5e12),
     Tile(64, 64, 32, 32, blocks=4),
 )  # fmt: skip
-SPLIT_TILES = (
+THREE_PRODUCTS_TILES = (
     Tile(128, 128, WN=32, stages=4, blocks=1, tf32=3, flops=0.55e12),
     Tile(64, 64, 32, 32, blocks=4, tf32=3),
 )
@@ -246,8 +246,9 @@ FP32_TILES = (
 
 
 def choose(M: int, N: int, K: int, a_m_major: bool, b_m_major: bool, tf32: int) -> tuple[Tile, int]:
-    """The tile, and into how many parts to split K: what takes the least time, of what fits into shared memory."""
-    *tiles, small = {0: FP32_TILES, 1: TF32_TILES, 3: SPLIT_TILES}[tf32]
+    """The tile, and into how many parts to split K: of the large tiles that fit into shared memory what takes the least time; the
+    small one, K whole, where none fits or out is small."""
+    *tiles, small = {0: FP32_TILES, 1: TF32_TILES, 3: THREE_PRODUCTS_TILES}[tf32]
     fitting = [tile for tile in tiles if tile.shared(a_m_major, b_m_major) <= shared_limit()]
     if M * N <= 128 * 128 or not fitting:
         return small, 1
@@ -266,7 +267,8 @@ def multiply(
     tf32=1, tile=None, splits=None, stream=0,
 ):  # fmt: skip
     """out (M,N) = epilogue(a @ b): a is (M,K), or (K,M) if a_m_major; b is (N,K), or (K,N) if b_m_major. bias: (N,); extra:
-    (M,N), what the epilogue reads or writes. tf32: how many products of TF32 make one product: 0 (fp32 arithmetic), 1 or 3."""
+    (M,N), what the epilogue reads or writes. tf32, unless a tile says it: how many products of
+    TF32 make one product: 0 (fp32 arithmetic), 1 or 3."""
     M, N = out.shape
     K = a.shape[0] if a_m_major else a.shape[1]
     chosen, parts = choose(M, N, K, a_m_major, b_m_major, tf32)

@@ -1,7 +1,5 @@
-"""What becomes of a tile of a @ b on its way out: of each of its sums x one of six things, while they are still in registers.
-
-Also whatever makes use of a sum's neighbours: 8 or 16 bytes at a time, where the array is aligned.
-"""
+"""What becomes of each sum of a tile of a @ b, one of six things, while it is still in registers. Neighbours of a row are finished
+together: 8 or 16 bytes a load or store, where the array is aligned."""
 
 import functools
 import math
@@ -10,7 +8,7 @@ from kernels.device import cuda, float32, int64, load4, store2, store4
 from kernels.gelu.gate import gelu_gate
 from kernels.intrinsics import ptx
 
-STORE, BIAS, BIAS_GELU, BIAS_RESIDUAL, SLOPE, ADD = range(6)  # what becomes of a tile of a @ b
+STORE, BIAS, BIAS_GELU, BIAS_RESIDUAL, SLOPE, ADD = range(6)
 ROOT = math.sqrt(2 / math.pi)  # of GELU
 
 

@@ -1,7 +1,7 @@
 """A block's tile, and how its operands get to shared memory.
 
-K-major tiles stand there as they came, a row 128 bytes, their 16-byte chunks swizzled; M-major ones with padded rows: no read
-meets another in a bank.
+For the tensor cores K-major tiles stand there as they came, a row 128 bytes, their 16-byte chunks swizzled. M-major ones, and for
+fp32 arithmetic both, lie k first, with padded rows. No read meets another in a bank.
 """
 
 import functools
@@ -50,7 +50,7 @@ def swizzle(row, chunk):
 
 
 @functools.cache
-def copy_tile(m_major: bool, rows: int, threads: int, aligned: bool, tf32: int, parts: int, swizzle=swizzle):
+def copy_tile(m_major: bool, rows: int, threads: int, aligned: bool, tf32: bool, parts: int, swizzle=swizzle):
     """A device function that starts to copy a part, 0 to parts - 1, of a tile of an operand, `rows` rows from `first` on and BK
     steps from k on, to shared[at:]. Steps from `end` on become zero. Rows from `count` on repeat the last one, for nobody will
     store what comes of them: that is cheaper than to ask."""

@@ -16,9 +16,9 @@ M-major it is read into registers: TF32 wgmma takes K-major tiles only.
 b's tile holds its even rows first, then its odd ones. The sums that a lane gets, columns 2 t and 2 t + 1 of 8, then are
 columns 4 t to 4 t + 3 of out: 16 bytes.
 
-Three products of TF32 that give fp32's digits (split_core in cores.py says how) need the rest of both operands, what a tensor
-core does not see of them. Nothing is rounded on the way then. The rest of a is computed in registers, that of b in shared memory,
-by the warps that would be idle beside the one that asks for tiles; a third barrier, `split`, tells that it is there.
+Three products of TF32 that give fp32's digits (three_products_core in cores.py says how) need the rest of both operands, what a
+tensor core does not see of them. Nothing is rounded on the way then. The rest of a is computed in registers, that of b in shared
+memory, by the warps that would be idle beside the one that asks for tiles; a third barrier, `rest`, tells that it is there.
 """
 
 import functools
@@ -113,9 +113,9 @@ class Tile:
 def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
     """transposed: out is (N,M), the transpose of what is computed."""
     BM, BN, STAGE, STAGES, THREADS = tile.BM, tile.BN, tile.stage, tile.stages, tile.threads
-    SPLIT = tile.tf32 == 3
+    THREE = tile.tf32 == 3
     REST_AT, A_AT, BYTES = BN * BK, STAGE - BM * BK, 4 * (BM + BN) * BK
-    SUMS, BARRIERS, SPLIT_THREADS = BN // 2, 3 * STAGES, 96
+    SUMS, BARRIERS, REST_THREADS = BN // 2, 3 * STAGES, 96
     HALF, WARPS, ALL_RANKS = BN // 2, 4 * tile.groups, 2**CLUSTER - 1
     wgmma, wgmma_shared, wgmma_finish = make_wgmma(BN)
     BELOW = 4 if a_m_major else 8  # rows from a lane's first to its second
@@ -198,15 +198,15 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
             wgmma(sums, shared, at + 8 * s, 1, a[4 * s], a[4 * s + 1], a[4 * s + 2], a[4 * s + 3])
 
     @cuda.jit(device=True)
-    def split_b(shared, barriers, M, N, K, share, items):
+    def write_rest_of_b(shared, barriers, M, N, K, share, items):
         """Three warps write down the rest of every tile of b."""
         stage, parity = int32(0), int32(0)
-        thread = int32(cuda.threadIdx.x) - int32(THREADS - SPLIT_THREADS)
+        thread = int32(cuda.threadIdx.x) - int32(THREADS - REST_THREADS)
         for item in range(int32(cuda.blockIdx.x) // int32(CLUSTER), items, int32(cuda.gridDim.x) // int32(CLUSTER)):
             _, _, start, end, _ = locate(item, M, N, K, share)
             for _ in range(start, end, int32(BK)):
                 mbarrier_wait(barriers, stage, parity)
-                for i in range(stage * STAGE + 4 * thread, stage * STAGE + REST_AT, 4 * SPLIT_THREADS):
+                for i in range(stage * STAGE + 4 * thread, stage * STAGE + REST_AT, 4 * REST_THREADS):
                     x0, x1, x2, x3 = load4(shared, i)
                     store4(shared, i + REST_AT, x0 - seen(x0), x1 - seen(x1), x2 - seen(x2), x3 - seen(x3))
                 fence_async()
@@ -214,7 +214,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
                 stage, parity = next_of(stage, parity)
 
     @cuda.jit(device=True)
-    def read_and_split(a, rest, shared, barriers, stage, parity):
+    def read_with_rest(a, rest, shared, barriers, stage, parity):
         """The lane's elements of a in this stage, and the rest of each."""
         mbarrier_wait(barriers, stage, parity)
         read_a(a, shared, stage * STAGE + A_AT)
@@ -222,7 +222,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
             rest[i] = rest_at_once(a[i])
 
     @cuda.jit(device=True)
-    def multiply_split(sums, a, rest, shared, barriers, stage, parity):
+    def multiply_three(sums, a, rest, shared, barriers, stage, parity):
         """Start the twelve products of a step, the small ones first."""
         b = stage * STAGE
         mbarrier_wait(barriers, 2 * STAGES + stage, parity)
@@ -333,7 +333,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
         e1 = cuda.local.array(16, float32)
         row, column = row + first_row(), column + 4 * (int32(cuda.threadIdx.x) & 3)
         load(b0, e0, 0, bias, extra, row, column, part, M, N)
-        if not SPLIT:
+        if not THREE:
             wgmma_finish(sums)
             release(barriers, last)
         store_two(sums, 0, b0, e0, b1, e1, out, bias, extra, row, column, part, M, N)
@@ -372,7 +372,7 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
             finish(sums, barriers, last, out, bias, extra, row_now, column_now, part_now, M, N)
 
     @cuda.jit(device=True)
-    def consume_split(shared, barriers, out, bias, extra, M, N, K, share, items):
+    def consume_three(shared, barriers, out, bias, extra, M, N, K, share, items):
         """The same with three products for each. While they are under way, a's elements of the next step are read."""
         total = cuda.local.array(SUMS, float32)
         sums = cuda.local.array(SUMS, float32)
@@ -385,16 +385,16 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
             row, column, start, end, part = locate(item, M, N, K, share)
             for i in range(SUMS):
                 total[i] = float32(0)
-            read_and_split(even, even_rest, shared, barriers, stage, parity)
+            read_with_rest(even, even_rest, shared, barriers, stage, parity)
             for k in range(start, end, int32(2 * BK)):
                 next, next_parity = next_of(stage, parity)
-                multiply_split(sums, even, even_rest, shared, barriers, stage, parity)
-                read_and_split(odd, odd_rest, shared, barriers, next, next_parity)
+                multiply_three(sums, even, even_rest, shared, barriers, stage, parity)
+                read_with_rest(odd, odd_rest, shared, barriers, next, next_parity)
                 gather(total, sums, barriers, stage)
                 stage, parity = next_of(next, next_parity)
-                multiply_split(sums, odd, odd_rest, shared, barriers, next, next_parity)
+                multiply_three(sums, odd, odd_rest, shared, barriers, next, next_parity)
                 if k + int32(2 * BK) < end:
-                    read_and_split(even, even_rest, shared, barriers, stage, parity)
+                    read_with_rest(even, even_rest, shared, barriers, stage, parity)
                 gather(total, sums, barriers, next)
             finish(total, barriers, stage, out, bias, extra, row, column, part, M, N)
 
@@ -410,21 +410,21 @@ def kernel(tile: Tile, a_m_major: bool, epilogue: int, transposed: bool):
             for stage in range(STAGES):
                 mbarrier_init(barriers, stage, 1)
                 mbarrier_init(barriers, STAGES + stage, CLUSTER * WARPS)
-                mbarrier_init(barriers, 2 * STAGES + stage, SPLIT_THREADS)
+                mbarrier_init(barriers, 2 * STAGES + stage, REST_THREADS)
             fence_mbarrier_init()
         cluster_sync()
         if thread < 32 * WARPS:
             take_registers(224)
-            if SPLIT:
-                consume_split(shared, barriers, out, bias, extra, M, N, K, share, items)
+            if THREE:
+                consume_three(shared, barriers, out, bias, extra, M, N, K, share, items)
             else:
                 consume(shared, barriers, out, bias, extra, M, N, K, share, items)
         else:
             give_registers(56)
             if thread == 32 * WARPS:
                 produce(shared, barriers, maps, M, N, K, share, items)
-            elif SPLIT and thread >= THREADS - SPLIT_THREADS:
-                split_b(shared, barriers, M, N, K, share, items)
+            elif THREE and thread >= THREADS - REST_THREADS:
+                write_rest_of_b(shared, barriers, M, N, K, share, items)
         cuda.syncwarp()
         cluster_sync()  # no block leaves while the other may still send to it
 
@@ -445,7 +445,8 @@ def multiply(
     tf32=1, tile=None, splits=None, stream=0,
 ):  # fmt: skip
     """out (M,N), or (N,M) if transposed, = epilogue(a @ b): a is (M,K), or (K,M) if a_m_major; b.T is (N,K). bias: (N,), not if
-    transposed; extra: like out, what the epilogue reads or writes. tf32: how many products of TF32 make one product, 1 or 3.
+    transposed; extra: like out, what the epilogue reads or writes. tf32, unless a tile says it: how many products of TF32
+    make one product, 1 or 3.
     Raises ShapeError unless rows and channels are multiples of 4."""
     M, K = a.shape[::-1] if a_m_major else a.shape
     N = b.shape[0]
