@@ -36,7 +36,7 @@ from data.files import Arguments, DataError, read_json, replacing, run_script
 from data.loader import DataLoader
 from kernels.device import TARGET, cuda
 from kernels.ladder import card, measure, roofline
-from kernels.op import load_all
+from kernels.op import PRECISION_NAMES, load_all
 from kernels.pick import keep_pick, pick_from
 from kernels.profile import profile_step
 from kernels.timing import median_ms
@@ -211,7 +211,7 @@ class TorchStep:
 def compare_losses(prefix: str, results: dict, steps: int = 74) -> None:
     """The same weights and batches through PyTorch and through us: the worst relative difference of a step's loss."""
     found = results.setdefault("losses", {})
-    for tf32, name in {1: "TF32", 3: "3 x TF32", 0: "fp32"}.items():
+    for tf32, name in {1: "TF32", 3: PRECISION_NAMES["3xtf32"], 0: "fp32"}.items():
         torch_step = TorchStep(random_parameters_of("d12"), tf32=tf32 == 1)
         model = GPT2.random("d12", "cuda", report=lambda line: None, tf32=tf32)
         loader = DataLoader(f"{prefix}_train.bin", B, T)

@@ -335,10 +335,13 @@ def to_tf32(x):
     return np.uint32(bits).view(np.float32)
 
 
-_MMA = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
+MMA_TF32 = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{}}}, {{{}}}, {{{}}}, {{{}}};"  # d, a, b, c
 
 
-@ptx(_MMA, returns=(float32,) * 4, takes=(float32,) * 4 + (TF32,) * 6, pure=True, collective=True)
+@ptx(
+    MMA_TF32.format("$0, $1, $2, $3", "$8, $9, $10, $11", "$12, $13", "$4, $5, $6, $7"),
+    returns=(float32,) * 4, takes=(float32,) * 4 + (TF32,) * 6, pure=True, collective=True,
+)  # fmt: skip
 def mma_tf32(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1):
     """d = a @ b + c by the 32 lanes of a warp together: a 16 x 8, b 8 x 8, c and d 16 x 8; compute capability 8.0.
 

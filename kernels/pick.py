@@ -47,10 +47,13 @@ def picks_for_this_card(tf32: int = 1) -> dict[str, int]:
     from kernels.device import card_name
     from kernels.op import load_all
 
-    tables, ops = read_picks(), load_all()
-    take_three = {name for name, op in ops.items() if any(v.precision == "3xtf32" for v in op.versions.values())}
+    tables = read_picks()
     picks = {**tables.get("default", {}), **tables.get(card_name(), {})}
-    return {name: number for name, number in picks.items() if tf32 != 3 or name not in take_three}
+    if tf32 == 3:
+        for name, op in load_all().items():
+            if any(version.precision == "3xtf32" for version in op.versions.values()):
+                picks.pop(name, None)
+    return picks
 
 
 def write_picks(tables: dict[str, dict[str, int]]) -> None:

@@ -479,6 +479,7 @@ def test_the_letter_f_decides_what_a_product_is_made_of(name):
     def precisions(tf32):
         return [version.precision for version in Picked(picks_for_this_card(tf32), tf32=tf32).ladder(name)]
 
+    assert name in picks_for_this_card() and name not in picks_for_this_card(3)  # cuBLAS, which is picked, would come first
     assert not {"tf32", "3xtf32"} & set(precisions(0))
     assert precisions(1)[-1] == "3xtf32" and "tf32" in precisions(1)
     assert precisions(3)[0] == "3xtf32" and "tf32" not in precisions(3)

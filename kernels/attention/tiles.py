@@ -15,7 +15,7 @@ where it is: no shuffles. See doc/attention.md for the drawing.
 import math
 
 from kernels.device import FULL_MASK, cuda, float32, int32, load4, mma_tf32, need, store4
-from kernels.intrinsics import TF32, cp_async16_zfill, ptx
+from kernels.intrinsics import MMA_TF32, TF32, cp_async16_zfill, ptx
 from kernels.matmul.cores import round_tf32, seen
 
 LOG2E = math.log2(math.e)
@@ -89,7 +89,6 @@ def mma(acc, m, n, a0, a1, a2, a3, b0, b1):
 
 _ROUND = "add.s32 {0}, {1}, 0x1000; max.s32 {0}, {1}, {0};"
 _REST = "and.b32 {0}, {1}, 0xffffe000; sub.f32 {0}, {2}, {0};"  # {2} less what a tensor core sees of {1}
-_MMA = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{}}}, {{{}}}, {{{}}}, {{{}}};"
 _A = "$16, $17, $18, $19"
 
 
@@ -98,9 +97,9 @@ _A = "$16, $17, $18, $19"
     "{.reg .b32 s0, s1, p0, p1, p2, p3, q0, q1; .reg .f32 c0, c1, c2, c3, d0, d1, d2, d3;"
     + "".join(_REST.format(f"p{i}", f"${16 + i}", f"${16 + i}") for i in range(4))
     + "".join(_ROUND.format(f"s{i}", f"${20 + i}") + _REST.format(f"q{i}", f"s{i}", f"${20 + i}") for i in range(2))
-    + _MMA.format("c0, c1, c2, c3", _A, "s0, s1", "$8, $9, $10, $11")
-    + _MMA.format("d0, d1, d2, d3", "p0, p1, p2, p3", "s0, s1", "$12, $13, $14, $15")
-    + _MMA.format("$4, $5, $6, $7", _A, "q0, q1", "d0, d1, d2, d3")
+    + MMA_TF32.format("c0, c1, c2, c3", _A, "s0, s1", "$8, $9, $10, $11")
+    + MMA_TF32.format("d0, d1, d2, d3", "p0, p1, p2, p3", "s0, s1", "$12, $13, $14, $15")
+    + MMA_TF32.format("$4, $5, $6, $7", _A, "q0, q1", "d0, d1, d2, d3")
     + "".join(f"mov.f32 ${i}, c{i};" for i in range(4))
     + "}",
     returns=(float32,) * 8, takes=(float32,) * 8 + (TF32,) * 6, pure=True, collective=True,

@@ -15,6 +15,8 @@ version 15: the engine with three products of TF32 for each, which give the digi
 version 16: the same with wgmma and TMA
 """
 
+import functools
+
 import numpy as np
 
 import cpu_reference
@@ -286,33 +288,27 @@ def matmul_backward_weight10(dweight, dout, inp, accumulate, *, stream=0):
     engine.multiply(dweight, dout, inp, a_m_major=True, b_m_major=True, epilogue=epilogue, extra=dweight, stream=stream)
 
 
+def multiply_weight(multiply, dweight, dout, inp, accumulate, stream, rounded=True):
+    """dweight = dout.T @ inp, or its transpose as inp.T @ dout, stored the other way round: so that the smaller operand is the one
+    that is transposed first. multiply: an engine's."""
+    OC, C = dweight.shape
+    a, b = (dout, inp) if C <= OC else (inp, dout)
+    multiply(
+        dweight, a, transpose(b, stream, rounded), a_m_major=True, transposed=C > OC,
+        epilogue=ADD if accumulate else STORE, extra=dweight, stream=stream,
+    )  # fmt: skip
+
+
 @matmul_backward_weight.version(12, "wgmma, one operand transposed first", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_backward_weight12(dweight, dout, inp, accumulate, *, stream=0):
-    """As matmul_backward_weight0; C, OC and N multiples of 4. Where dout is the smaller, dweight.T = inp.T @ dout is computed,
-    and stored the other way round."""
-    OC, C = dweight.shape
-    a, b = (dout, inp) if C <= OC else (inp, dout)
-    epilogue = ADD if accumulate else STORE
-    wgmma.multiply(
-        dweight, a, transpose(b, stream),
-        a_m_major=True, transposed=C > OC, epilogue=epilogue, extra=dweight, stream=stream,
-    )  # fmt: skip
-
-
-def multiply_weight(dweight, dout, inp, accumulate, tf32, stream):
-    """dweight = dout.T @ inp, or added to it, or the transpose of inp.T @ dout, so that the smaller operand is transposed first."""
-    OC, C = dweight.shape
-    a, b = (dout, inp) if C <= OC else (inp, dout)
-    tma.multiply(
-        dweight, a, transpose(b, stream, rounded=tf32 == 1), a_m_major=True, transposed=C > OC,
-        epilogue=ADD if accumulate else STORE, extra=dweight, tf32=tf32, stream=stream,
-    )  # fmt: skip
+    """As matmul_backward_weight0; C, OC and N multiples of 4."""
+    multiply_weight(wgmma.multiply, dweight, dout, inp, accumulate, stream)
 
 
 @matmul_backward_weight.version(13, "wgmma fed by TMA, likewise", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_backward_weight13(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight12."""
-    multiply_weight(dweight, dout, inp, accumulate, 1, stream)
+    multiply_weight(tma.multiply, dweight, dout, inp, accumulate, stream)
 
 
 @matmul_backward_weight.version(
@@ -340,4 +336,5 @@ def matmul_backward_weight15(dweight, dout, inp, accumulate, *, stream=0):
 )
 def matmul_backward_weight16(dweight, dout, inp, accumulate, *, stream=0):
     """As matmul_backward_weight12."""
-    multiply_weight(dweight, dout, inp, accumulate, 3, stream)
+    three_products = functools.partial(tma.multiply, tf32=3)
+    multiply_weight(three_products, dweight, dout, inp, accumulate, stream, rounded=False)

@@ -22,9 +22,12 @@ from kernels.matmul.tiles import BK, PAD, PAD_FP32, Tile, swizzle
 
 
 class Core(NamedTuple):
-    """Device functions of a warp. Its sums are an array of `sums` floats, zero at first."""
+    """What a lane holds, and device functions of a warp. The sums are zero at first."""
 
+    a: int  # floats of a fragment of a
+    b: int
     sums: int
+    parts: int  # of the sums, for store_part
     read: Callable  # a fragment of both operands from shared memory
     prepare: Callable  # what was read of b before anything else
     multiply_first: Callable  # a fragment, the first of UNROLL in a row; and prepare the next b
@@ -139,7 +142,7 @@ def tensor_core(tile: Tile, a_m_major: bool, b_m_major: bool, epilogue: int, ali
                 (sums[c], sums[c + 4], sums[c + 1], sums[c + 5]), (b[0], b[1], b[2], b[3]), (e[i], e[i + 1], e[i + 2], e[i + 3]),
             )  # fmt: skip
 
-    return Core(WM * WN // 32, read, round_b, multiply, multiply, nothing, store_part)
+    return Core(A, B, WM * WN // 32, WN // 8, read, round_b, multiply, multiply, nothing, store_part)
 
 
 @ptx("and.b32 $0, $1, 0xffffe000;", returns=float32, takes=(float32,), pure=True)
@@ -157,7 +160,8 @@ def three_products_core(tile: Tile, a_m_major: bool, b_m_major: bool, epilogue: 
     Three products, the small ones first. And a tensor core cuts off where fp32 arithmetic rounds when it adds: over K of thousands
     that alone would cost two digits. So it never adds up more than a step of BK; these sums are added in fp32 arithmetic. An
     infinite operand makes NaN: what is left of it, infinity less infinity, is none. (Ootomo and Yokota 2022, arXiv:2203.03341)"""
-    A, B, SUMS = tile.WM // 4, tile.WN // 4, tile.WM * tile.WN // 32
+    core = tensor_core(tile, a_m_major, b_m_major, epilogue, aligned)
+    A, B, SUMS = core.a, core.b, core.sums
     ROW = tile.WN // 2  # sums of 16 rows
     multiply_row = products_of_row(tile.WN)
 
@@ -193,7 +197,6 @@ def three_products_core(tile: Tile, a_m_major: bool, b_m_major: bool, epilogue: 
 
         return multiply
 
-    core = tensor_core(tile, a_m_major, b_m_major, epilogue, aligned)
     multiply_first, multiply = make_multiply(True), make_multiply(False)
     return core._replace(sums=2 * SUMS, prepare=nothing, multiply_first=multiply_first, multiply=multiply, gather=gather)
 
@@ -249,4 +252,4 @@ def fp32_core(tile: Tile, epilogue: int, aligned: bool):
                 (b[0], b[1], b[2], b[3]), (e[4 * k], e[4 * k + 1], e[4 * k + 2], e[4 * k + 3]),
             )  # fmt: skip
 
-    return Core(tile.WM * tile.WN // 32, read, nothing, multiply, multiply, nothing, store_part)
+    return Core(A, B, A * B, A * B // 16, read, nothing, multiply, multiply, nothing, store_part)

@@ -46,12 +46,12 @@ def kernel(tile: Tile, a_m_major: bool, b_m_major: bool, a_aligned: bool, b_alig
     A_SIZE, STAGE = tile.size(BM, a_m_major), tile.size(BM, a_m_major) + tile.size(BN, b_m_major)
     AHEAD = STAGES - 2
     if TF32:  # a step of BK is multiplied in SLICES, UNROLL of them in a row, and copied in PARTS
-        A, B, SLICES, UNROLL, PARTS, STORES = WM // 4, WN // 4, BK // 8, 4, 4, WN // 8
+        SLICES, UNROLL, PARTS = BK // 8, 4, 4
         core = (three_products_core if TF32 == 3 else tensor_core)(tile, a_m_major, b_m_major, epilogue, out_aligned)
     else:
-        A, B, SLICES, UNROLL, PARTS, STORES = WM // 4, WN // 8, BK, 8, 8, WM * WN // 512
+        SLICES, UNROLL, PARTS = BK, 8, 8
         core = fp32_core(tile, epilogue, out_aligned)
-    SUMS, read, prepare, multiply_first, multiply, gather, store_part = core
+    A, B, SUMS, STORES, read, prepare, multiply_first, multiply, gather, store_part = core
     EACH = PARTS * UNROLL // SLICES
     COPY_PARTS = 1 if a_m_major and b_m_major and not TF32 else PARTS  # few copies, of 16 bytes: the first part has them all
     copy_a = copy_tile(a_m_major, BM, tile.threads, a_aligned, TF32 > 0, COPY_PARTS)

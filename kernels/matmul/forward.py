@@ -169,6 +169,11 @@ def bias_of(bias, weight):
     return (weight[0], False) if bias is None else (bias, True)
 
 
+def ending_of(bias) -> int:
+    """The engines' epilogue for a bias that may be None."""
+    return STORE if bias is None else BIAS
+
+
 @cuda.jit(cache=True, fastmath=True)
 def matmul_forward_kernel2(out, inp, weight, bias, has_bias):
     o, n = cuda.grid(2)
@@ -455,29 +460,25 @@ def matmul_forward9(out, inp, weight, bias, *, stream=0):
 @matmul_forward.version(8, "cp.async, three stages deep", needs_cc=(8, 0))
 def matmul_forward8(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0."""
-    epilogue = STORE if bias is None else BIAS
-    engine.multiply(out, inp, weight, epilogue=epilogue, bias=bias, tf32=0, stream=stream)
+    engine.multiply(out, inp, weight, epilogue=ending_of(bias), bias=bias, tf32=0, stream=stream)
 
 
 @matmul_forward.version(10, "TF32 mma.sync in the engine: swizzled tiles, split K", precision="tf32", needs_cc=(8, 0))
 def matmul_forward10(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0."""
-    epilogue = STORE if bias is None else BIAS
-    engine.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
+    engine.multiply(out, inp, weight, epilogue=ending_of(bias), bias=bias, stream=stream)
 
 
 @matmul_forward.version(12, "TF32 wgmma, the weight cut off", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_forward12(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0; C and OC multiples of 4."""
-    epilogue = STORE if bias is None else BIAS
-    wgmma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
+    wgmma.multiply(out, inp, weight, epilogue=ending_of(bias), bias=bias, stream=stream)
 
 
 @matmul_forward.version(13, "TF32 wgmma, fed by TMA", precision="tf32", needs_cc=(9, 0), needs=wgmma.missing)
 def matmul_forward13(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0; C and OC multiples of 4."""
-    epilogue = STORE if bias is None else BIAS
-    tma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, stream=stream)
+    tma.multiply(out, inp, weight, epilogue=ending_of(bias), bias=bias, stream=stream)
 
 
 @matmul_forward.version(
@@ -491,8 +492,7 @@ def matmul_forward14(out, inp, weight, bias, *, stream=0):
 @matmul_forward.version(15, "fp32's digits from three products of mma.sync", precision="3xtf32", needs_cc=(8, 0))
 def matmul_forward15(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0."""
-    epilogue = STORE if bias is None else BIAS
-    engine.multiply(out, inp, weight, epilogue=epilogue, bias=bias, tf32=3, stream=stream)
+    engine.multiply(out, inp, weight, epilogue=ending_of(bias), bias=bias, tf32=3, stream=stream)
 
 
 @matmul_forward.version(
@@ -500,8 +500,7 @@ def matmul_forward15(out, inp, weight, bias, *, stream=0):
 )
 def matmul_forward16(out, inp, weight, bias, *, stream=0):
     """As matmul_forward0; C and OC multiples of 4."""
-    epilogue = STORE if bias is None else BIAS
-    tma.multiply(out, inp, weight, epilogue=epilogue, bias=bias, tf32=3, stream=stream)
+    tma.multiply(out, inp, weight, epilogue=ending_of(bias), bias=bias, tf32=3, stream=stream)
 
 
 # The fused ops: first in two steps, which the others have to beat.

@@ -32,8 +32,8 @@ def transpose_kernel(out, inp, rounded):
 def transpose(inp, stream=0, rounded: bool = True):
     """A scratch array (C,N) that holds the transpose of inp (N,C), rounded to TF32 or as it is; N and C multiples of 4."""
     N, C = inp.shape
-    need(N % 4 == 0 and C % 4 == 0, f"needs channels and rows in multiples of 4 to transpose, got {N} x {C}")
-    need(is_aligned(inp), "needs an array aligned to 16 bytes to transpose")
+    sentence = f"needs channels and rows in multiples of 4 to transpose, got {N} x {C}, in an array aligned to 16 bytes"
+    need(N % 4 == 0 and is_aligned(inp), sentence)
     out = scratch("matmul transpose", (C, N))
     transpose_kernel[(ceil_div(C, TILE), ceil_div(N, TILE)), 256, stream](out, inp, rounded)
     return out

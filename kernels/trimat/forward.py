@@ -279,8 +279,7 @@ def multiply_fp32(sums, shared, at_q, at_k, row, column, lane, pieces):
 def multiply_tf32():
     """A device function: multiply_fp32 on the tensor cores for a warp's tile of 64 x 64, always a whole step."""
     core = tensor_core(TF32, False, False, STORE, True)
-    read, round_b, multiply_slice = core.read, core.prepare, core.multiply
-    A, B = TF32.WM // 4, TF32.WN // 4
+    A, B, read, round_b, multiply_slice = core.a, core.b, core.read, core.prepare, core.multiply
 
     @cuda.jit(device=True)
     def multiply(sums, shared, at_q, at_k, row, column, lane, pieces):
